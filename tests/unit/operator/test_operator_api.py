@@ -1,6 +1,7 @@
 """The LMCacheCluster resource: one source for CRD and parser, and errors that name the field."""
 
 import contextlib
+import re
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,41 @@ def test_free_form_objects_limit_their_nesting() -> None:
     for path in ("spec.engine.podTemplate", "spec.model.volume"):
         walk(schema_of(path))
         assert "default" in schema_of(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_quantity"),
+    [
+        *(
+            (text, True)
+            for text in (
+                "0",
+                "1",
+                "-1",
+                "+0.5",
+                "1.",
+                ".5",
+                "100m",
+                "1Gi",
+                "5n",
+                "2u",
+                "3k",
+                "1e3",
+                "2E-3",
+                "4E",
+            )
+        ),
+        *(
+            (text, False)
+            for text in ("", " ", ".", "1 Gi", "1gi", "1KB", "m", "1..2", "1e", "1,5", "0x10", "1Gi\n")
+        ),
+    ],
+)
+def test_definition_refuses_amounts_that_are_no_quantity(text: str, is_quantity: bool) -> None:
+    """Otherwise the API server refuses the StatefulSet, and names no field."""
+    for path in ("spec.engine.resources", "spec.tiers.remote.managed.resources"):
+        amount = schema_of(path)["properties"]["limits"]["additionalProperties"]
+        assert bool(re.search(amount["pattern"].replace("$", r"\Z"), text)) is is_quantity
 
 
 def schema_of(path: str) -> dict[str, Any]:
