@@ -1,6 +1,8 @@
 /* Devices, primary contexts, and the current context of each thread. */
 #include "sim.h"
+#include <dirent.h>
 #include <stdio.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 static char uuids[MAX_DEVICES][64]; /* of the node's devices: "GPU-..." or "MIG-..." */
@@ -144,14 +146,37 @@ API CUresult cuDeviceGetAttribute(int *value, int attribute, int device) {
     return OK;
 }
 
+/* ---- used memory of a device: memory files that a process has locked ---- */
+
+static uint64_t used_bytes(int device) {
+    char path[512];
+    uint64_t used = 0;
+    DIR *folder = opendir(node_path(path, ""));
+    for (struct dirent *file; folder && (file = readdir(folder));) {
+        int number;
+        struct stat info;
+        if (sscanf(file->d_name, "memory-%d-", &number) != 1 || number != device) continue;
+        if (stat(node_path(path, file->d_name), &info)) continue;
+        if (is_abandoned(path)) unlink(path);
+        else used += (uint64_t)info.st_size;
+    }
+    if (folder) closedir(folder);
+    return used + (uint64_t)num_contexts(device) * strtoull(setting("CUDASIM_CONTEXT_BYTES", "0"), NULL, 0);
+}
+
+static uint64_t total_bytes(void) { return strtoull(setting("CUDASIM_MEMORY", "17179869184"), NULL, 0); }
+
+CUresult check_room(int device, uint64_t bytes) {
+    uint64_t used = used_bytes(device);
+    return used + bytes > total_bytes() ? OUT_OF_MEMORY : OK;
+}
+
 API CUresult cuDeviceTotalMem_v2(size_t *bytes, int device) {
     ENTER(0);
     if (visible(device) < 0) return INVALID_DEVICE;
-    *bytes = strtoull(setting("CUDASIM_MEMORY", "17179869184"), NULL, 0);
+    *bytes = total_bytes();
     return OK;
 }
-
-extern CUresult check_room(int device, uint64_t bytes); /* memory.c; node locked */
 
 API CUresult cuDevicePrimaryCtxRetain(struct context **out, int ordinal) {
     ENTER(0);
@@ -211,3 +236,15 @@ API CUresult cuCtxSetCurrent(struct context *context) { ENTER(0); current = cont
 API CUresult cuCtxGetCurrent(struct context **context) { ENTER(0); *context = current; return OK; }
 
 API CUresult cuCtxGetDevice(int *device) { ENTER(1); *device = ordinal_of(current->device); return OK; }
+
+API CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total) {
+    ENTER(1);
+    pthread_mutex_lock(&lock);
+    node_lock();
+    uint64_t used = used_bytes(current->device);
+    node_unlock();
+    pthread_mutex_unlock(&lock);
+    *total = total_bytes();
+    *free_bytes = used < *total ? *total - used : 0;
+    return OK;
+}

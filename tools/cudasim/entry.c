@@ -1,7 +1,5 @@
-/* Names of errors, and the table of entry points. */
+/* Names of errors, and entry points by name and version. */
 #include "sim.h"
-#include <dlfcn.h>
-#include <stdio.h>
 
 API CUresult cuGetErrorName(CUresult error, const char **name) {
     static const struct { CUresult error; const char *name; } NAMES[] = {
@@ -22,15 +20,6 @@ API CUresult cuGetErrorName(CUresult error, const char **name) {
 }
 
 API CUresult cuGetErrorString(CUresult error, const char **text) { return cuGetErrorName(error, text); }
-
-void *find_entry(const char *name, int is_newer_form) {
-    static void *self;
-    Dl_info info;
-    char symbol[128];
-    if (!self && dladdr((void *)cuGetErrorName, &info)) self = dlopen(info.dli_fname, RTLD_NOW);
-    snprintf(symbol, sizeof symbol, "%s%s", name, is_newer_form ? "_v2" : "");
-    return dlsym(self, symbol);
-}
 
 /* `version`: newest CUDA version that the caller supports. */
 API CUresult cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *status) {

@@ -1,6 +1,5 @@
 /* Device memory (files in the node's folder), IPC, virtual memory management, pins, pointers. */
 #include "sim.h"
-#include <dirent.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <sys/file.h>
@@ -73,43 +72,6 @@ static uint64_t find_place(uint64_t bytes) {
         place = r->start + rounded(r->bytes);
     }
     return place + rounded(bytes) <= SPACE + SPACE_BYTES ? place : 0;
-}
-
-/* ---- used memory of a device: memory files that a process has locked ---- */
-
-static uint64_t used_bytes(int device) {
-    char path[512];
-    uint64_t used = 0;
-    DIR *folder = opendir(node_path(path, ""));
-    for (struct dirent *file; folder && (file = readdir(folder));) {
-        int number;
-        struct stat info;
-        if (sscanf(file->d_name, "memory-%d-", &number) != 1 || number != device) continue;
-        if (stat(node_path(path, file->d_name), &info)) continue;
-        if (is_abandoned(path)) unlink(path);
-        else used += (uint64_t)info.st_size;
-    }
-    if (folder) closedir(folder);
-    return used + (uint64_t)num_contexts(device) * strtoull(setting("CUDASIM_CONTEXT_BYTES", "0"), NULL, 0);
-}
-
-static uint64_t total_bytes(void) { return strtoull(setting("CUDASIM_MEMORY", "17179869184"), NULL, 0); }
-
-CUresult check_room(int device, uint64_t bytes) {
-    uint64_t used = used_bytes(device);
-    return used + bytes > total_bytes() ? OUT_OF_MEMORY : OK;
-}
-
-API CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total) {
-    ENTER(1);
-    pthread_mutex_lock(&lock);
-    node_lock();
-    uint64_t used = used_bytes(current->device);
-    node_unlock();
-    pthread_mutex_unlock(&lock);
-    *total = total_bytes();
-    *free_bytes = used < *total ? *total - used : 0;
-    return OK;
 }
 
 /* ---- allocations and their handles ---- */

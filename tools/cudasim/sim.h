@@ -10,11 +10,12 @@
  *
  * docs/reference/simulated-driver.md lists the environment variables and the commands of the control file.
  *
- * state.c   the node (a folder that all processes share), the record of this process, orders, faults
- * device.c  devices, primary contexts, the current context of a thread
+ * A file uses only the files above it in this list:
+ * state.c   the node (a folder that all processes share), the record of this process, entry points, orders, faults
+ * device.c  devices and their used memory, primary contexts, the current context of a thread
  * memory.c  allocations, mappings of virtual memory, IPC, pins, questions about pointers
  * stream.c  streams, events, copies
- * entry.c   names of errors, the table of entry points
+ * entry.c   names of errors, entry points by name and version
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -66,10 +67,7 @@ double rate(const char *name);   /* `rate` or `pin_rate` in bytes per second; 0:
 double die_after(void);          /* bytes of copies after which the process dies; 0: never */
 void nap(double seconds);
 const char *setting(const char *name, const char *otherwise);
-
-/* ---- entry.c ---- */
-
-void *find_entry(const char *name, int is_newer_form);
+void *find_entry(const char *name, int is_newer_form); /* entry point of this library, or NULL */
 
 /* ---- device.c ---- */
 
@@ -85,6 +83,7 @@ int visible(int ordinal);          /* number on the node of a visible device, or
 int ordinal_of(int device);
 const char *device_uuid(int device);
 CUresult entered(const char *function, int needs_context);
+CUresult check_room(int device, uint64_t bytes); /* is so much of its memory free? The node must be locked */
 int may_call(void); /* 0: a capture forbids calls that may synchronize, and this thread is not exempt */
 
 /* First line of every entry point: faults on demand, no context, a broken context. */
@@ -111,6 +110,7 @@ struct region {
 struct region *find_region(uint64_t address);           /* region with this address; lock held */
 struct region *region_after(uint64_t address);          /* first region above it; lock held */
 int is_device_address(uint64_t address);
+extern int running, removing; /* number of pieces in copy, and of calls that wait until it is 0 */
 
 /* ---- stream.c ---- */
 
@@ -118,4 +118,3 @@ struct piece {
     uint64_t to, from, bytes;
     struct region *to_region, *from_region; /* NULL: pageable memory of the host */
 };
-extern int running, removing; /* number of pieces in copy, and of calls that wait until it is 0 */
