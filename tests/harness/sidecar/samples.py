@@ -41,12 +41,12 @@ class Watch:
         answer: dict[str, Any] = json.loads(self._sidecar.get(f"/samples?since={since}"))
         return answer
 
-    def next(self, number: int, num_chunks: int = 0) -> list[SampledRequest]:
-        """Wait for exactly ``number`` requests. With ``num_chunks``, only requests of this length count."""
+    def next(self, number: int) -> list[SampledRequest]:
+        """Wait for exactly ``number`` requests."""
 
         def answered() -> list[SampledRequest] | None:
             answer = self._ask(self._since)
-            requests = [each for each in requests_of(answer) if num_chunks in (0, len(each.keys))]
+            requests = requests_of(answer)
             if len(requests) < number:
                 return None
             self._since = answer["next"]
@@ -55,10 +55,6 @@ class Watch:
         requests = wait_until(answered, timeout=60, what=f"{number} requests are sampled")
         assert len(requests) == number
         return requests
-
-    def now(self) -> list[SampledRequest]:
-        """All requests that were not returned before."""
-        return requests_of(self._ask(self._since))
 
     def tiers(self, number: int) -> list[str]:
         """Tiers in which the chunks of the next requests were found, head first."""
