@@ -4,7 +4,6 @@ import pytest
 
 from tests.harness.client.fake_model import answer
 from tests.harness.sim.config import CHUNK, SimSettings
-from tests.harness.sim.rank import POISON, ran
 from tests.harness.sim.world import make_tokens, world
 
 __all__ = ["world"]
@@ -13,29 +12,6 @@ pytestmark = pytest.mark.vllm
 
 WRONG = "committed under a wrong name"
 SETTINGS = SimSettings(runner=2)
-
-
-def test_runner_that_saves_before_it_computes_is_detected(world):
-    def execute(step):
-        rank, output = engine.ranks[0], step.output
-        if not output.total_num_scheduled_tokens:
-            return rank.hooks.no_forward(output)
-        rank.hooks.pre_forward(output)
-        transferred = rank.hooks.post_forward(output.finished_req_ids)
-        if output.scheduled_new_reqs:
-            world.store_gate.wait_arrived()
-            world.store_gate.drain()
-        rank.forward(step)
-        return ran(step, transferred)
-
-    prompt = make_tokens(CHUNK + 1)
-    with world.engines(SETTINGS) as (engine,):
-        world.store_gate.shut()
-        engine.ranks[0].execute_v2 = execute
-        engine.add(prompt, max_tokens=5)
-        engine.run()
-    with pytest.raises(AssertionError, match=WRONG):
-        world.audit(SETTINGS, [prompt])
 
 
 def test_connector_that_ignores_preemptions_is_detected(world, monkeypatch):
@@ -54,20 +30,6 @@ def test_connector_that_ignores_preemptions_is_detected(world, monkeypatch):
         engine.run()
     with pytest.raises(AssertionError, match=WRONG):
         world.audit(settings, prompts)
-
-
-def test_engine_that_reuses_held_blocks_is_detected(world):
-    prompt = make_tokens(CHUNK + 1)
-    with world.engines(SETTINGS) as (engine,):
-        world.store_gate.shut()
-        name = engine.add(prompt, max_tokens=5)
-        engine.run(name)
-        world.store_gate.wait_arrived()
-        engine.ranks[0].pages[:] = POISON
-        world.store_gate.open()
-        engine.run()
-    with pytest.raises(AssertionError, match=WRONG):
-        world.audit(SETTINGS, [prompt])
 
 
 def test_reset_that_keeps_old_keys_is_detected(world, monkeypatch):

@@ -1,6 +1,5 @@
 """vLLM's own KV events for routers: about blocks that enter and leave the sidecar's memory."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,33 +161,6 @@ def test_router_that_starts_later_learns_all_chunks(world: SimWorld, monkeypatch
         monkeypatch.setattr(events, "REPEAT_SECONDS", 0.0)
         late.listen()
         assert late.num_tokens(tokens) == 3 * CHUNK
-
-
-def forget(engine: SimEngine, router: Router, tokens: list[int]) -> None:
-    """Run other prompts until memory has evicted a prompt's chunks, and the engine has reported it."""
-    assert router.num_tokens(tokens)
-    learned = set(router.in_memory)
-
-    def is_forgotten() -> bool:
-        run(engine, make_tokens(4 * CHUNK + 5))
-        router.listen()
-        return learned.isdisjoint(router.in_memory)
-
-    wait_until(is_forgotten, timeout=60, what="removal events of evicted chunks")
-
-
-def test_chunks_that_return_from_disk_are_reported_again(tmp_path: Path) -> None:
-    options = {"memory_size": "1Mi", "disk_path": tmp_path, "disk_size": "64Mi"}
-    with only_engine(WITH_EVENTS, **options) as (sidecar, engine):
-        router, tokens = Router(engine), make_tokens(2 * CHUNK + 5)
-        router.learn(tokens)
-        sidecar.wait_until(lambda stats: stats["disk"]["written"] >= 2)
-        forget(engine, router, tokens)
-        promoted = sidecar.stats()["disk"]["promoted"]
-        wait_until(lambda: run(engine, tokens) == 2 * CHUNK, what="a hit on promoted chunks")
-        assert sidecar.stats()["disk"]["promoted"] >= promoted + 2
-        router.listen()
-        assert router.num_tokens(tokens) == 2 * CHUNK
 
 
 @pytest.fixture(scope="module")

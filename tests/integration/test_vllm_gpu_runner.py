@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import torch
 
 from benchmarks.gpu.engine.hits import Hits, Reference
 from benchmarks.gpu.engine.sizes import choose
@@ -24,8 +23,6 @@ from benchmarks.gpu.scale import TINY, Scale
 from testing import cuda
 from testing.child_process import REPOSITORY, SOURCES
 from testing.engine.process import EngineFailed, Generated
-from testing.vllm_gpu import attention
-from testing.vllm_gpu.device import NotEmulatedError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -192,48 +189,3 @@ def test_difference_fails_the_step(tmp_path, hit, num_loaded, what):
     hits.measure(engine, "A", "memory", [Reference([0] * 33, GENERATED, GENERATED, True)], has_bar=True)
     assert results.num_problems == bool(what)
     assert [what in problem.what for problem in problems(read(tmp_path, "vllm"))] == [True] * bool(what)
-
-
-def attend(query, cache, pages, num_keys, **options):
-    """Call the emulated FlashAttention for one sequence."""
-    given = dict.fromkeys(attention._PARAMETERS) | attention._NEUTRAL
-    given |= {
-        "q": query,
-        "k": cache[..., :8],
-        "v": cache[..., 8:],
-        "softmax_scale": 8**-0.5,
-        "is_causal": True,
-    }
-    given |= {"cu_seqlens_q": torch.tensor([0, len(query)]), "seqused_k": torch.tensor([num_keys])}
-    given |= {"page_table": torch.tensor([pages])}
-    return attention.fwd(*(given | options).values())[0]
-
-
-def test_emulated_attention_is_causal_attention_over_pages():
-    torch.manual_seed(0)
-    cache = torch.randn(4, 16, 2, 16)  # pages, tokens, heads, key and value
-    query = torch.randn(5, 4, 8)
-    pages, num_keys = [3, 1], 20
-    result = attend(query, cache, pages, num_keys)
-    key, value = (part.flatten(0, 1)[:num_keys] for part in cache[pages].chunk(2, -1))
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query.transpose(0, 1),
-        key.transpose(0, 1),
-        value.transpose(0, 1),
-        attn_mask=torch.ones(5, num_keys, dtype=torch.bool).tril(num_keys - 5),
-        enable_gqa=True,
-    )
-    assert torch.allclose(result, expected.transpose(0, 1), atol=1e-5)
-    with pytest.raises(NotEmulatedError, match="window_left=4"):
-        attend(query, cache, pages, num_keys, window_left=4)
-
-
-def test_function_that_is_not_emulated_is_named():
-    code = (
-        "from testing.vllm_gpu import device\ndevice.emulate()\nimport torch\n"
-        "torch.cuda.synchronize()\ntorch.cuda.memory_summary()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
-    assert "NotEmulatedError: torch.cuda.memory_summary is not emulated" in done.stderr

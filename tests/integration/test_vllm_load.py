@@ -1,13 +1,9 @@
 """Real engines under load on one sidecar: answers are right, and queued requests still hit.
 
-The engines share a sidecar with a disk. ``busy`` runs two requests at a time. ``drafting`` speculates. A
-``vllm serve`` streams to many concurrent clients.
+The engines share a sidecar with a disk. ``busy`` runs two requests at a time. ``drafting`` speculates.
 """
 
 import itertools
-import json
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -18,7 +14,6 @@ from tests.harness.client.real_engine import (
     CHUNK,
     attached_engine,
     restart_with_empty_arena,
-    served_engine,
 )
 
 pytestmark = pytest.mark.vllm
@@ -26,9 +21,6 @@ pytestmark = pytest.mark.vllm
 SALTS = map("salt {}".format, itertools.count())
 SEEDS = map("load {}".format, itertools.count())
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-
-
-NUM_CLIENTS = 32
 
 
 def make_prompt(num_tokens):
@@ -48,14 +40,10 @@ def busy(sidecar, tmp_path_factory):
         yield engine
 
 
-def start_drafting(sidecar, folder):
-    options = {"speculative_config": DRAFTS, "enable_prefix_caching": True, "max_num_batched_tokens": 512}
-    return attached_engine(sidecar, folder, **options)
-
-
 @pytest.fixture(scope="module")
 def drafting(sidecar, tmp_path_factory):
-    with start_drafting(sidecar, tmp_path_factory.mktemp("drafting")) as engine:
+    options = {"speculative_config": DRAFTS, "enable_prefix_caching": True, "max_num_batched_tokens": 512}
+    with attached_engine(sidecar, tmp_path_factory.mktemp("drafting"), **options) as engine:
         yield engine
 
 
@@ -124,52 +112,3 @@ def test_engines_with_and_without_speculation_share_chunks(busy, drafting):
         assert_loaded(nexts, turns)
         assert {hit.num_cached_tokens for hit in nexts} == {3 * CHUNK}
         prompts = [make_prompt(CHUNK + 60) * 2 for _ in range(2)]
-
-
-def test_answers_are_right_after_a_reset_while_requests_run(sidecar, tmp_path):
-    prompts = [make_prompt(3 * CHUNK + 50) for _ in range(6)]
-    with start_drafting(sidecar, tmp_path) as engine:
-        references = cold(engine, *prompts, max_tokens=40)
-        engine.generate(*prompts[:3], max_tokens=40)
-        engine.scrub_kv()
-        engine.start_generate(*prompts, max_tokens=40, reset_after=6)  # three requests load, three store
-        assert_same(engine.finish_generate(), references)
-        engine.scrub_kv()
-        answers = engine.generate(*prompts, max_tokens=40)
-    assert_same(answers, references)
-    num_loaded = sum(answer.num_cached_tokens for answer in answers)
-    assert num_loaded >= 6 * 2 * CHUNK, "chunks are stored again after the reset"
-
-
-def test_streaming_clients_hit_shared_prefixes(tmp_path, sidecar):
-    prefixes = [make_prompt(2 * CHUNK) for _ in range(4)]
-    prompts = [prefixes[number % 4] + make_prompt(40) for number in range(NUM_CLIENTS)]
-    options = ("--max-num-seqs=4", "--speculative-config", json.dumps(DRAFTS))
-    with served_engine(sidecar, tmp_path, *options) as engine, ThreadPoolExecutor(NUM_CLIENTS) as clients:
-        references = list(clients.map(lambda prompt: stream(engine, prompt, next(SALTS)), prompts))
-        for _ in range(2):
-            answers = list(clients.map(lambda prompt: stream(engine, prompt), prompts))
-            assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in references]
-    assert [num_cached for _, num_cached in answers] == [2 * CHUNK] * NUM_CLIENTS
-
-
-def stream(engine, prompt, salt=None):
-    """Run one client. Returns the answer's tokens and the number of cached prompt tokens."""
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    body |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-    if salt:
-        body["cache_salt"] = salt
-    request = urllib.request.Request(
-        f"{engine.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    tokens, num_cached = [], 0
-    with urllib.request.urlopen(request, timeout=300) as lines:
-        for line in lines:
-            if not line.startswith(b"data: {"):
-                continue
-            part = json.loads(line.removeprefix(b"data: "))
-            for choice in part["choices"]:
-                tokens += choice.get("token_ids") or []
-            if usage := part.get("usage"):
-                num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return tokens, num_cached

@@ -51,38 +51,12 @@ def compute(engine, sidecar, prompt):
     return computed
 
 
-def assert_promoted(engine, sidecar, prompt, computed):
-    """Check that a prompt whose rows are only in Redis hits, and that its rows are promoted."""
-    num_promoted_before = sidecar.stats()["remote"]["promoted"]
-    assert_hit(engine, prompt, computed)
-    assert sidecar.stats()["remote"]["promoted"] == num_promoted_before + NUM_CHUNKS
-
-
 def assert_hit(engine, prompt, computed, num_loaded=NUM_CHUNKS * CHUNK):
     """Overwrite the engine's KV first, so that only a load can restore the right bytes."""
     engine.scrub_kv()
     (hit,) = engine.generate(prompt)
     assert_loaded(hit, computed, num_loaded)
     assert hit.tokens == computed.tokens
-
-
-def test_restarted_sidecar_serves_its_rows_again(engine, sidecar, redis):
-    prompt = make_prompt("killed")
-    computed = compute(engine, sidecar, prompt)
-    redis.client.flushall()  # so that rows can only be found in the arena
-    sidecar.restart()
-    wait_hit(engine, sidecar)
-    num_verified = sidecar.stats()["memory"]["verified"]
-    assert_hit(engine, prompt, computed)  # rows are verified at their first use
-    assert sidecar.stats()["memory"]["verified"] == num_verified + NUM_CHUNKS
-    assert sidecar.stats()["remote"]["promoted"] == 0
-
-
-def test_rows_are_promoted_from_redis_into_an_empty_arena(engine, sidecar):
-    prompt = make_prompt("empty")
-    computed = compute(engine, sidecar, prompt)
-    restart_with_empty_arena(engine, sidecar)
-    assert_promoted(engine, sidecar, prompt, computed)
 
 
 @pytest.mark.parametrize("damage", ["flipped", "foreign"])

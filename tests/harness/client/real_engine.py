@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from testing.child_process import free_port, wait_until
+from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, Generated, ServedEngine, patient_config
 from testing.processes import SidecarProcess
 
@@ -41,17 +41,6 @@ def attached_engine(
     config = config or patient_config(sidecar.socket_path)
     with EngineProcess(folder / "log", config, **options) as engine:
         wait_hit(engine.wait_ready(), sidecar, num_tokens)
-        yield engine
-
-
-@contextlib.contextmanager
-def served_engine(
-    sidecar: SidecarProcess, folder: Path, *arguments: str, **options: Any
-) -> Iterator[ServedEngine]:
-    """Start ``vllm serve``, and wait until it hits."""
-    config = patient_config(sidecar.socket_path)
-    with ServedEngine(folder / "log", free_port(), config, *arguments, **options) as engine:
-        wait_hit(engine.wait_ready(), sidecar)
         yield engine
 
 

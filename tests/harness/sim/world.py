@@ -69,12 +69,6 @@ class Gate:
         with self._changed:
             assert self._changed.wait_for(lambda: self.num_waiting, 60), "no copy arrived"
 
-    def drain(self) -> None:
-        """Open the gate, and wait until every copy that waited has ended."""
-        self.open()
-        with self._changed:
-            assert self._changed.wait_for(lambda: not self.num_waiting, 60), "a copy does not end"
-
 
 class SimWorld:
     """One sidecar with simulated engines. The gates hold copies of all engines. ``settings`` are defaults.
