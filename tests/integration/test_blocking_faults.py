@@ -5,6 +5,7 @@ import dataclasses
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -121,7 +122,9 @@ def within(seconds, call):
 class TestAbsentSidecar:
     def test_nothing_is_found_or_stored_until_it_starts(self, sidecar, patient_calls):
         sidecar.kill()
+        Path(sidecar.socket_path).unlink()
         engine = PageEngine(sidecar)
+        wait_until(lambda: "no socket at" in engine.client.detached_reason)
         assert not engine.access.is_attached
         assert engine.look_up(1) == 0
         assert engine.load(1) == 0
@@ -194,18 +197,6 @@ class TestFrozenSidecar:
             sidecar.thaw()
             wait_released(sidecar)
 
-    def test_calls_pause_after_the_first_silence(self, sidecar, usual_calls, monkeypatch):
-        """Only the first of many lookups waits for the sidecar."""
-        monkeypatch.setattr("lmcache_client.core.calls.PAUSE_SECONDS", 3600.0)
-        with PageEngine(sidecar) as engine:
-            engine.store(1)
-            sidecar.freeze()
-            assert engine.look_up(1) == 1
-            assert engine.access._calls.session is None
-            assert [engine.look_up(1) for _ in range(100)] == [1] * 100
-            assert not engine.store(2)
-            sidecar.thaw()
-
     def test_store_ends_within_its_deadlines(self, sidecar, usual_calls):
         with PageEngine(sidecar) as engine:
             session = engine.client.session
@@ -260,20 +251,6 @@ class TestLowerTiers:
                 sidecar.wait_until(lambda stats: stats["causes"]["cause_tokens"] == {"disk": 640})
                 wait_released(sidecar)
                 assert sidecar.stats()["disk"]["promoted"] == 13
-
-    @pytest.mark.redis
-    @pytest.mark.parametrize("num_groups", [1, 2])
-    def test_pages_in_redis_are_found_by_another_sidecar(self, num_groups):
-        with RedisProcess() as redis:
-            first = SidecarProcess(memory_size="1Mi", remote_url=redis.unix_url)
-            second = SidecarProcess(memory_size="1Mi", remote_url=redis.unix_url)
-            with first, second:
-                with PageEngine(first, num_groups=num_groups) as engine:
-                    engine.store(*range(6))
-                    first.wait_until(lambda stats: stats["remote"]["written"] == 6 * num_groups)
-                with PageEngine(second, num_groups=num_groups, engine_uuid=b"2" * 16) as engine:
-                    assert engine.run(*range(7)) == 6
-                    wait_released(second)
 
     @pytest.mark.redis
     def test_long_prompt_is_loaded_in_several_lookups(self):

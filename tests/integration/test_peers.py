@@ -3,10 +3,9 @@
 import pytest
 
 from testing.certificates import make_certificates
-from testing.child_process import wait_until
 from testing.deadlines import CALLS
 from testing.peers import PeerSidecars
-from tests.harness.client.blocking import PAGE_TOKENS, PageEngine, patient_calls, reattached, wait_released
+from tests.harness.client.blocking import PAGE_TOKENS, PageEngine, patient_calls, wait_released
 
 DEADLINES = CALLS
 
@@ -90,23 +89,6 @@ def test_pages_are_read_over_tls(tmp_path):
         with other_engine(pods.sidecars[1]) as other:
             assert other.run(*PAGES) == len(PAGES)
         assert pods.sidecars[0].stats()["peer_server"]["read_columns"] == len(PAGES)
-
-
-def test_pod_that_dies_and_comes_back(tmp_path):
-    with PeerSidecars(tmp_path) as pods, PageEngine(pods.sidecars[0]) as engine:
-        engine.store(*PAGES)
-        pods.sidecars[0].settled()  # they have checksums
-        session = engine.client.session
-        with other_engine(pods.sidecars[1]) as other:
-            pods.sidecars[0].kill()
-            assert other.run(*PAGES) == 0
-            pods.sidecars[0].restart()
-            reattached(engine, session)
-            assert engine.run(*PAGES) == len(PAGES), "its rows are verified and served again"
-            (name,) = (server["name"] for server in pods.sidecars[1].stats()["peers"]["servers"])
-            assert name == pods.names[0]
-            # Rows that the dead pod did not have count as absent for a second.
-            wait_until(lambda: other.run(*PAGES) == len(PAGES))
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])

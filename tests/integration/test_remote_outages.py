@@ -1,7 +1,6 @@
 """The remote tier with a server that is down, frozen, full, protected, or not Redis at all."""
 
 import contextlib
-import logging
 import socket
 import threading
 from unittest import mock
@@ -154,19 +153,6 @@ class TestOutages:
             assert remote.stats.refused == {"ERR": 1}
             assert not remote.health.is_open
             remote.close()
-
-    def test_server_that_only_answers_probes_does_not_flood_the_log(self, server, caplog):
-        caplog.set_level(logging.INFO)
-        server.client.execute_command("ACL", "SETUSER", "default", "-HMGET")
-        remote = tier_of(server.url)
-        remote._topology.servers()[0].non_fatal_errors = frozenset()
-        remote._topology.servers()[0].fatal_errors = frozenset({"NOPERM"})
-        for _ in range(5):
-            with pytest.raises(TierUnavailableError):
-                load(remote)
-            wait_until(lambda: is_available(remote))
-        assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-        remote.close()
 
 
 class TestBrokenServer:

@@ -259,8 +259,9 @@ def test_transfer_shared_memory_starts_no_reader(gpus):
         assert not gpus.processes("reader")
 
 
-def test_driver_without_batched_copies_copies_piece_by_piece(gpus):
-    with make_sidecar(gpus, driver_version=12040) as sidecar, GpuEngine(sidecar, gpus) as engine:
+@pytest.mark.parametrize("of_driver", [{"driver_version": 12040}, {"no_host_pointers": 1}])
+def test_driver_that_takes_no_batches_copies_piece_by_piece(gpus, of_driver):
+    with make_sidecar(gpus, **of_driver) as sidecar, GpuEngine(sidecar, gpus) as engine:
         engine.store_by_sidecar([1], [ROW])
         assert (gpus.count("batches", "reader"), gpus.count("single_copies", "reader")) == (0, 12)
 

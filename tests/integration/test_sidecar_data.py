@@ -1,6 +1,5 @@
 """Stores and loads of rows with a real sidecar process, and engines that fail."""
 
-import numpy as np
 import pytest
 
 from lmcache_client.rpc import kvcache_pb2 as pb
@@ -15,7 +14,7 @@ from lmcache_store.tiers.memory.mapping import MappedColumn
 from testing.child_process import wait_until
 from testing.cuda_peers import peer
 from testing.deadlines import CALLS
-from tests.harness.engine import CHUNK_BYTES, assert_stored, load, mapped_slots, payload, store
+from tests.harness.engine import assert_stored, load, mapped_slots, store
 from tests.harness.sidecar.wire import RawClient, attached, make_hello, make_keys, slots_of, usable
 
 DEADLINES = CALLS
@@ -29,21 +28,6 @@ def test_stored_rows_are_loaded_byte_for_byte(sidecar, attach):
     assert scheduler.slots is None
     memory = sidecar.stats()["memory"]
     assert (memory["used_rows"], memory["leased_rows"], memory["quarantined_slots"]) == (3, 0, 0)
-
-
-def test_row_is_visible_when_all_ranks_have_committed(sidecar, connect):
-    scheduler = attached(connect(Role.SCHEDULER, num_columns=2))
-    ranks = [attached(connect(num_columns=2, column=column)) for column in range(2)]
-    usable(sidecar)
-    store(ranks[0], 1)
-    assert scheduler.lookup("r", [(0, make_keys(1))]).num_resident == 0
-    store(ranks[1], 1)
-    assert scheduler.lookup("r", [(0, make_keys(1))]).num_leased == 1
-    (slot,) = slots_of(scheduler, make_keys(1))
-    assert [slots_of(rank, make_keys(1)) for rank in ranks] == [[slot]] * 2
-    for rank in ranks:
-        assert np.array_equal(mapped_slots(rank)[slot.row, :CHUNK_BYTES], payload(1))
-    assert not np.shares_memory(ranks[0].slots, ranks[1].slots)
 
 
 def test_many_keys_are_split_over_several_calls(sidecar, connect):
@@ -60,15 +44,6 @@ def test_many_keys_are_split_over_several_calls(sidecar, connect):
     with worker.copying():
         worker.abort([reservation.slot for reservation in reserved])
     assert scheduler.lookup("other", [(0, make_keys(10**6))], hint=True).num_pending == 0
-
-
-def test_rows_of_another_namespace_are_not_found(attach):
-    worker, scheduler = attach(), attach(Role.SCHEDULER)
-    (reserved,) = worker.reserve(0, make_keys(1, namespace=b"r" * 32))
-    with worker.copying():
-        worker.commit([reserved.slot])
-    assert scheduler.lookup("r", [(0, make_keys(1))]).num_resident == 0
-    assert scheduler.lookup("r", [(0, make_keys(1, namespace=b"r" * 32))]).num_resident == 1
 
 
 @pytest.mark.parametrize("request_id", ["r" * 300, "", "é" * 200, "\ud800"])

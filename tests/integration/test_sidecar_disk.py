@@ -86,32 +86,6 @@ def test_admit_on_reuse_writes_only_hit_rows(tmp_path):
     assert len(list(tmp_path.rglob("*.0"))) == 2
 
 
-def test_promoted_rows_count_in_the_quota_of_their_tenant(tmp_path):
-    tenant, tenants_file = b"\xab" * 32, tmp_path / "tenants.yaml"
-    tenants_file.write_text("default: {memoryPercent: 50}")
-    options = {"disk_path": tmp_path / "disk", "disk_size": "64Mi", "tenants_file": tenants_file}
-    with SidecarProcess(**options) as sidecar:
-        with session_of(sidecar) as session:
-            store(session, *range(4))
-            assert sidecar.terminate() == 0
-        restart_without_memory(sidecar)
-        with session_of(sidecar) as session:
-            groups = [(0, make_keys(0, 1, 2, 3))]
-            wait_until(lambda: session.lookup("r", groups, tenant=tenant).num_leased == 4)
-            sidecar.wait_until(
-                lambda stats: stats["memory"]["usable_rows"] == stats["memory"]["capacity_rows"]
-            )
-            memory = sidecar.stats()["memory"]
-            assert memory["tenant_rows"] == {"ab" * 8: 4, "other": 0}
-            share, keys = memory["capacity_rows"] // 2, make_keys(*range(9, 9 + memory["capacity_rows"]))
-            slots = [row.slot for row in session.reserve(0, keys, tenant=tenant) if row.slot]
-            # The tenant's four rows are leased, and rows of other tenants are not evicted for it.
-            assert len(slots) == share - 4
-            memory = sidecar.stats()["memory"]
-            assert memory["tenant_rows"] == {"ab" * 8: share, "other": 0}
-            assert memory["refused"] == memory["capacity_rows"] - len(slots)
-
-
 def test_stats_show_tenants_and_prefill_rates(tmp_path):
     with SidecarProcess(disk_path=tmp_path) as sidecar, RawClient(sidecar) as client:
         client.attach()

@@ -11,7 +11,6 @@ from lmcache_client.rpc.hello import Role
 from lmcache_client.rpc.service import RESERVE, unpack_slots
 from testing.child_process import wait_until
 from testing.deadlines import CALLS
-from testing.processes import SidecarProcess
 from tests.harness.engine import assert_stored, load, store
 from tests.harness.sidecar.wire import RawClient, attached, make_hello, make_keys, usable
 
@@ -87,20 +86,6 @@ def test_unanswered_release_is_repeated_with_the_next_one(sidecar, attach):
     sidecar.thaw()
     session.release([])
     assert sidecar.stats()["memory"]["leased_rows"] == 0
-
-
-def test_client_attaches_when_an_absent_sidecar_starts():
-    with SidecarProcess() as sidecar:
-        sidecar.kill()
-        os.unlink(sidecar.socket_path)
-        client = SidecarClient(sidecar.socket_path, make_hello())
-        client.start()
-        wait_until(lambda: "no socket at" in client.detached_reason)
-        assert client.session is None
-        sidecar.start()
-        attached(client)
-        client.close()
-        client.close()
 
 
 def test_forked_child_is_detached_and_does_not_release_the_lock(sidecar, connect):

@@ -64,21 +64,6 @@ def test_refused_rows_are_stored_when_redis_accepts_them(server, sidecar, attach
     wait_until(lambda: num_stored(server) == len(ROWS))  # without any lookup of these rows
 
 
-def test_queued_rows_of_a_killed_sidecar_are_stored_when_hit(server, sidecar, connect):
-    server.freeze()
-    session = attached(client := connect())
-    usable(sidecar)
-    store(session, *ROWS)
-    sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == len(ROWS))
-    sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
-    sidecar.kill()
-    server.thaw()
-    sidecar.start()
-    session = attached(client, newer_than=session)
-    usable(sidecar)
-    hit_until_stored(server, session)
-
-
 @pytest.mark.parametrize("chunk_bytes", [2 * CHUNK_BYTES, 1 << 38])
 def test_geometry_change_loses_no_queued_row(server, sidecar, connect, chunk_bytes):
     """The engine that left has stored its rows, whether the new geometry is possible or not."""

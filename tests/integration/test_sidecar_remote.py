@@ -4,29 +4,10 @@ import pytest
 
 from testing.child_process import wait_until
 from testing.processes import RedisProcess, SidecarProcess
-from tests.harness.engine import check_promoted, restart_without_memory, session_of, store
+from tests.harness.engine import session_of, store
 from tests.harness.sidecar.wire import make_keys
 
 pytestmark = pytest.mark.redis
-
-
-def test_sigterm_writes_queued_rows_through():
-    with (
-        RedisProcess() as redis_server,
-        SidecarProcess(remote_url=redis_server.unix_url, remote_timeout_seconds=1) as sidecar,
-    ):
-        with session_of(sidecar) as session:
-            redis_server.freeze()
-            store(session, *range(20))
-            sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
-            redis_server.thaw()
-            assert sidecar.terminate() == 0
-            with redis_server.client as redis:
-                assert redis.dbsize() == 20
-
-        restart_without_memory(sidecar)
-        with session_of(sidecar) as session:
-            check_promoted(session, *range(20))
 
 
 def test_sidecar_serves_without_its_remote_tier_and_uses_it_later():

@@ -8,7 +8,6 @@ import pytest
 
 from lmcache_client.rpc.session import SidecarSession
 from lmcache_store.tiers.memory.contracts import Slot
-from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.engine import CHUNK_BYTES, assert_stored, load, mapped_slots, session_of, store
 from tests.harness.sidecar.resized_sidecar import MIB, ResizedSidecar
@@ -21,22 +20,6 @@ def sized(tmp_path: Path) -> Iterator[ResizedSidecar]:
     options = {"memory_size": "16Mi", "memory_max_size": "64Mi", "memory_size_file": path}
     with SidecarProcess(**options) as sidecar:
         yield ResizedSidecar(sidecar, path)
-
-
-def test_restarted_sidecar_has_the_size_in_the_file(sized):
-    sized.write_size("48Mi")
-    sized.settle(48)
-    with session_of(sized.sidecar) as session:
-        rows = range(sized.settle(48)["capacity_rows"])
-        store(session, *rows)
-        sized.sidecar.settled()
-    sized.sidecar.restart()
-    with session_of(sized.sidecar) as session:
-        assert sized.settle(48)["capacity_rows"] == len(rows)
-        few = rows[:50]
-        keys = [(0, make_keys(*few))]
-        wait_until(lambda: session.lookup("r", keys).num_leased == len(few))
-        assert_stored(load(session, session, "r", *few), *few)
 
 
 def test_rows_are_intact_after_growing_and_shrinking(sized):

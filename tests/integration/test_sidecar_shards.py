@@ -1,18 +1,15 @@
 """A real sidecar that follows changes of the shard list."""
 
 import contextlib
-import itertools
 import os
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from testing.certificates import make_certificates
 from testing.child_process import wait_until
-from testing.processes import BINARY, RedisProcess, SidecarProcess
+from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.engine import check_promoted, restart_without_memory, session_of, store
 
 pytestmark = pytest.mark.redis
@@ -29,10 +26,7 @@ class ShardsDocument:
     def write(self, current: list[RedisProcess], previous: Sequence[RedisProcess] = ()) -> None:
         until = (datetime.now(UTC) + timedelta(minutes=15)).isoformat()
         lists = [[f"127.0.0.1:{server.port}" for server in servers] for servers in (current, previous)]
-        secure = [f"127.0.0.1:{server.port}" for server in current if server.tls]
-        authorities = {str(server.tls.ca) for server in current if server.tls}
-        tls = f"tls: {secure}\nca: {authorities.pop()}\n" if secure else ""
-        self.write_text(f"current: {lists[0]}\nprevious: {lists[1]}\nuntil: {until}\n{tls}")
+        self.write_text(f"current: {lists[0]}\nprevious: {lists[1]}\nuntil: {until}\n")
 
     def write_text(self, text: str) -> None:
         new = self.path.with_suffix(".new")
@@ -94,26 +88,3 @@ def test_adding_and_removing_shards_and_an_invalid_list_cost_no_hit(servers, doc
         servers[0].kill()
         restart_without_memory(sidecar)
         load_all(sidecar)
-
-
-@pytest.mark.skipif("valkey" in BINARY, reason="this valkey-server may be built without TLS")
-def test_shards_switch_to_tls_in_turn(servers, document, tmp_path):
-    certificates = make_certificates(tmp_path)
-    document.write(servers[:2])
-    options = {"remote_url": "redis://127.0.0.1:1", "remote_shards_file": document.path}
-    with SidecarProcess(**options) as sidecar, session_of(sidecar) as session:
-        chunks = itertools.count(100)
-
-        def is_written(server: RedisProcess) -> bool:
-            """Whether the sidecar writes to this server again."""
-            store(session, *itertools.islice(chunks, 8))
-            sidecar.settled()
-            return num_rows(server) > 0
-
-        for server in servers[:2]:
-            server.kill()
-            server.tls = certificates
-            server.start()
-            document.write(servers[:2])
-            wait_until(partial(is_written, server))
-        assert sidecar.stats()["remote"]["shards_problem"] == ""

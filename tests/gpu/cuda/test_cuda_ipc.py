@@ -73,3 +73,15 @@ def test_mapping_outlives_its_owner(context):
         mapping = ipc.Mappings(context).open(peer.call(cuda_peers.export_content, DATA).handle)
     assert cuda_memory.content(context, mapping.base, SIZE) == DATA
     mapping.close()
+
+
+def test_mapping_of_unknown_size_is_closed(context, simulated):
+    with cuda_peers.peer() as peer:
+        peer.call(cuda_peers.open_context)
+        exported = peer.call(cuda_peers.export_content, DATA)
+        mappings = ipc.Mappings(context)
+        simulated.order("fail cuMemGetAddressRange 1 1")
+        with pytest.raises(CudaError, match="cuMemGetAddressRange"):
+            mappings.open(exported.handle)
+        assert simulated.count("mappings") == 0
+        mappings.open(exported.handle).close()

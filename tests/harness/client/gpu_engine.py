@@ -177,14 +177,6 @@ class Rank:
         self.client.close()
         self.client, self.session = self.attach(self.offer())
 
-    def attach_often(self, number: int) -> int:
-        """Attach ``number`` times. Each time wait until the sidecar copies, and store a row."""
-        for count in range(number):
-            self.attach_again()
-            wait_until(lambda: self.session.store_copier.is_sidecar, timeout=ATTEMPTS_SECONDS)
-            assert self.store([count + 100], [[0, 1, 2, 3]]) == "stored"
-        return number
-
     def fill_by_itself(self, number: int) -> int:
         """Store ``number`` new rows without the sidecar's copies. Returns the number of different slots."""
         rows = set()
