@@ -1,22 +1,15 @@
-"""Lookups, loads and stores of pages while the sidecar is killed, frozen, restarted or slow."""
+"""Lookups, loads and stores of pages while the sidecar is killed, frozen or restarted."""
 
-import contextlib
-import dataclasses
-import socket
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from lmcache_client.core.paged.blocking import Limits
-from lmcache_client.core.paged.page_requests import row_keys
 from testing.child_process import wait_until
 from testing.deadlines import CALLS
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.client import blocking
 from tests.harness.client.blocking import (
-    PATIENT,
     Gate,
     PageEngine,
     Started,
@@ -34,74 +27,6 @@ __all__ = ["patient_calls", "usual_calls"]
 
 SLACK_SECONDS = 30.0
 """Time that a busy machine may add to a limit. It is shorter than the limits of ``PATIENT``."""
-
-SHORT = Limits(lookup_seconds=0.2, row_seconds=0.2, load_seconds=0.5, lease_seconds=3600.0)
-
-
-class StallingProxy:
-    """A proxy before Redis that holds back requests of one command; a context manager."""
-
-    def __init__(self, port):
-        self._target_port = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
-        self._command = b""  # requests with this text are held back; empty: none
-        self._passes = threading.Event()
-        self._passes.set()
-        self._sockets = []
-        self._threads = []
-        self._begin(self._accept)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.resume()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for connection in self._sockets:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(60)
-        for connection in self._sockets:
-            connection.close()
-
-    def stall(self, command):
-        """Hold back requests of this command, and all later bytes of their connections."""
-        self._passes.clear()
-        self._command = command
-
-    def resume(self):
-        """Send what was held back."""
-        self._command = b""
-        self._passes.set()
-
-    def _begin(self, function, *arguments):
-        thread = threading.Thread(target=function, args=arguments, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _accept(self):
-        while True:
-            try:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(("127.0.0.1", self._target_port))
-            except OSError:
-                return
-            self._sockets += [client, server]
-            self._begin(self._forward, client, server, True)
-            self._begin(self._forward, server, client, False)
-
-    def _forward(self, source, target, is_request):
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                if is_request and self._command and self._command in data:
-                    self._passes.wait()
-                target.sendall(data)
-        with contextlib.suppress(OSError):
-            target.shutdown(socket.SHUT_WR)
 
 
 @pytest.fixture
@@ -269,81 +194,3 @@ class TestLowerTiers:
                     assert num_more > 0
                     num_loaded += num_more
                 wait_released(sidecar)
-
-
-def start_load(engine, monkeypatch):
-    """Start to load pages 0 to 7, which are not in memory. Returns when the load waits for them."""
-    waits, attempt = threading.Event(), engine.access._calls.attempt
-
-    def noted(call):
-        result = attempt(call)
-        waits.set()
-        return result
-
-    engine.settle()
-    monkeypatch.setattr(engine.access._calls, "attempt", noted)
-    load = Started(lambda: engine.load(*range(8)))
-    assert waits.wait(60)
-    return load
-
-
-def state(engine):
-    """State of pages 0 to 7 in the sidecar."""
-    keys = [(0, row_keys(engine.hello.namespace, blocking.hashes_of(range(8)), 0))]
-    return engine.client.session.lookup("state", keys, hint=True)
-
-
-@pytest.mark.redis
-@pytest.mark.usefixtures("patient_calls")
-class TestSlowRedis:
-    @pytest.fixture
-    def proxy(self):
-        with RedisProcess() as redis, StallingProxy(redis.port) as proxy:
-            yield proxy
-
-    @pytest.fixture
-    def sidecar(self, proxy):
-        """A sidecar with an empty memory, and pages 0 to 7 in Redis behind a proxy."""
-        with SidecarProcess(memory_size="1Mi", remote_url=proxy.url, remote_timeout_seconds=30) as sidecar:
-            with PageEngine(sidecar) as engine:
-                engine.store(*range(8))
-                sidecar.wait_until(lambda stats: stats["remote"]["written"] == 8)
-            restart_without_memory(sidecar)
-            yield sidecar
-
-    def test_lookup_does_not_wait_longer_than_its_limit(self, sidecar, proxy):
-        limits = dataclasses.replace(PATIENT, lookup_seconds=0.05)
-        with PageEngine(sidecar, limits) as engine:
-            proxy.stall(b"HEXISTS")
-            assert within(0.05, lambda: engine.look_up(*range(8))) == 0
-            assert state(engine).is_probing, "there is no answer yet"
-            proxy.resume()
-            wait_until(lambda: engine.run(*range(8)) == 8)
-            wait_released(sidecar)
-
-    @pytest.mark.parametrize("limit", ["row_seconds", "load_seconds"])
-    def test_load_ends_after_the_limit_of_a_row_or_of_the_load(self, sidecar, proxy, limit):
-        with PageEngine(sidecar, dataclasses.replace(PATIENT, **{limit: 0.05})) as engine:
-            engine.store(0, 1, 2)
-            proxy.stall(b"HMGET")
-            assert engine.look_up(*range(8)) == 8
-            assert within(0.05, lambda: engine.load(*range(8))) == 3, "pages in memory, before the wait"
-            proxy.resume()
-            engine.settle()
-            wait_until(lambda: engine.run(*range(8)) == 8)
-            wait_released(sidecar)
-
-    @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "another namespace"])
-    def test_wait_ends_with_the_sidecar_or_the_namespace(self, sidecar, proxy, monkeypatch, is_killed):
-        with PageEngine(sidecar) as engine:
-            proxy.stall(b"HMGET")
-            assert engine.look_up(*range(8)) == 8
-            load = start_load(engine, monkeypatch)
-            sidecar.kill() if is_killed else engine.access.set_namespace(None)
-            assert load.result() == 0
-            if not is_killed:
-                assert state(engine).num_pending == 8, "the pages have not arrived yet"
-                proxy.resume()
-                engine.settle()
-                wait_released(sidecar)
-                assert within(2.0, engine.access.close) is None
