@@ -90,31 +90,6 @@ def test_defect_12_killed_server_causes_misses_until_restart(pipelined):
         assert is_same(engine.retrieve(tokens)[0], kv)
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_defect_09_frozen_server_costs_one_deadline(redis_server, pipelined, monkeypatch):
-    with redis_server.client as client:
-        client.flushall()
-    tokens, kv = make_tokens(8 * CHUNK), make_kv(8 * CHUNK)
-    url = f"redis://127.0.0.1:{redis_server.port}"
-    with engine_over(url, "cpu", pipelined_backend=pipelined) as engine:
-        engine.store(tokens[: 2 * CHUNK], cut(kv, "vllm", 0, 2 * CHUNK))
-        redis_server.freeze()
-        try:
-            engine.retrieve(tokens)  # waits for one timeout of the connector, not for six
-            remote = engine.engine_.remote_store
-            with monkeypatch.context() as patch:
-                calls: list[object] = []
-                for method in ("get", "get_many", "exists_many"):
-                    patch.setattr(remote._connector, method, calls.append)
-                for _ in range(50):
-                    assert is_same(engine.retrieve(tokens)[0], cut(kv, "vllm", 0, 2 * CHUNK))
-                    assert engine.lookup(tokens) == 2 * CHUNK
-                assert calls == []
-        finally:
-            redis_server.thaw()
-        wait_until(lambda: not remote._guard._circuit.is_open)
-
-
 def test_closing_an_engine_writes_queued_chunks_first(url):
     tokens, kv = make_tokens(20 * CHUNK), make_kv(20 * CHUNK)
     with engine_over(url) as engine:
