@@ -19,7 +19,6 @@ from tools import debian, docs
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 375, "height": 800}
-LIGHT, DARK = "light", "dark"
 # The theme draws diagrams into closed shadow roots, into which no test can look.
 _OPEN_SHADOW_ROOTS = """
 const attach = Element.prototype.attachShadow

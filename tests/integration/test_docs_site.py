@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.harness.browser import DARK, DESKTOP, LIGHT, PHONE, Site, headless_browser, served_site, visit
+from tests.harness.browser import PHONE, Site, headless_browser, served_site, visit
 
 pytestmark = pytest.mark.rotating("file")
 
@@ -129,31 +129,8 @@ def test_clicks_lead_from_the_first_page_to_a_command_that_applies_an_example(br
         assert (ROOT / line.split()[-1]).is_file()
 
 
-@pytest.mark.parametrize("scheme", [LIGHT, DARK])
-def test_colours_follow_the_system_and_the_button(browser, site, scheme):
-    is_dark = "contrast(getComputedStyle(document.body).backgroundColor, 'rgb(255, 255, 255)') > 10"
-    with visit(browser, site, color_scheme=scheme) as opened:
-        opened.open("get-started/cluster/")
-        opened.page.evaluate(_CONTRAST)
-        assert opened.page.evaluate(is_dark) is (scheme == DARK)
-        switch_colours(opened.page)
-        opened.page.wait_for_function(f"({is_dark}) == {str(scheme != DARK).lower()}")
-
-
 def test_no_page_scrolls_sideways_on_a_phone(browser, site):
     with visit(browser, site, viewport=PHONE) as opened:
         opened.open("")
         assert opened.page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
         assert opened.page.evaluate(_WIDTHS, site.pages) == dict.fromkeys(site.pages, PHONE["width"])
-
-
-def test_menu_opens_on_a_phone(browser, site):
-    with visit(browser, site, viewport=PHONE) as opened:
-        opened.open("")
-        menu = opened.page.locator("label.md-header__button[for=__drawer]")
-        menu.click()
-        navigation = opened.page.locator(".md-sidebar--primary")
-        navigation.get_by_text("How-to", exact=True).first.click()
-        navigation.get_by_role("link", name="Uninstall").click()
-        expect(opened.page.locator("h1")).to_contain_text("Uninstall")
-        assert opened.page.viewport_size == PHONE != DESKTOP
