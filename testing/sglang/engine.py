@@ -271,14 +271,10 @@ class SGLangEngine(Program):
     def metrics(self, prefix: str = "sglang:") -> dict[str, float]:
         """Return the metrics with this prefix, each as a sum over its labels."""
         sums: Counter[str] = Counter()
-        for line in self.metrics_text().splitlines():
+        for line in self.request("GET", "/metrics").splitlines():
             if line.startswith(prefix):
                 sums[re.split(r"[{ ]", line)[0]] += float(line.split()[-1])  # type: ignore[assignment]
         return dict(sums)
-
-    def metrics_text(self) -> str:
-        """Return the body of ``/metrics``."""
-        return self.request("GET", "/metrics")
 
     def num_stored_tokens(self) -> int:
         """Return the number of tokens that the storage backend has accepted, as a sum over ranks."""

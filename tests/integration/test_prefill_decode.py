@@ -4,14 +4,11 @@ All tests share the engines. When an engine or a sidecar fails, the decode engin
 """
 
 import contextlib
-import http.client
 import json
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import quote, urlsplit
 
 import pytest
 
@@ -115,62 +112,6 @@ class Pools:
         )
 
 
-@dataclass
-class RoutedPools:
-    """Two engines with HTTP servers and a router."""
-
-    sidecars: list[SidecarProcess]
-    prefill: ServedEngine
-    decode: ServedEngine
-    router: RouterProcess
-
-    def ask(self, prompt: list[int], max_tokens: int = 8, **options: Any) -> list[dict[str, Any]]:
-        """Send a prompt to the router. Returns the answer, as parts if it is a stream."""
-        return _ask(self.request(prompt, max_tokens, **options))
-
-    def compute(self, prompt: list[int]) -> list[dict[str, Any]]:
-        """Answer a prompt by one engine that finds no KV, because another tenant stores it."""
-        return _ask(self.request(prompt, url=self.decode.url, cache_salt="reference"))
-
-    def request(
-        self, prompt: list[int], max_tokens: int = 8, *, url: str = "", **options: Any
-    ) -> urllib.request.Request:
-        """Return a request for the router, or for the engine with this URL."""
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        body |= {"ignore_eos": True, "return_token_ids": True, **options}
-        headers = {"Content-Type": "application/json"}
-        url = url or self.router.url
-        return urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-
-
-def _ask(request: urllib.request.Request) -> list[dict[str, Any]]:
-    with urllib.request.urlopen(request, timeout=300) as answer:
-        lines = answer.read().splitlines()
-    if len(lines) == 1:
-        return [json.loads(lines[0])]
-    return [json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: {")]
-
-
-@pytest.fixture(scope="module")
-def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RoutedPools]:
-    """Engines on two nodes that are attached, and the router."""
-    folder = tmp_path_factory.mktemp("routed")
-    with contextlib.ExitStack() as running:
-        sidecars = running.enter_context(sidecars_on(2, folder))
-        engines = []
-        for sidecar, port in zip(sidecars, free_ports(2), strict=True):
-            engine = ServedEngine(folder / f"{port}.log", port, patient_config(sidecar.socket_path))
-            engines.append(running.enter_context(engine))
-        for engine, sidecar in zip(engines, sidecars, strict=True):
-            wait_hit(engine.wait_ready(), sidecar)
-        router = RouterProcess(
-            (),
-            *("--vllm-pd-disaggregation", "--policy=round_robin"),
-            *("--prefill", engines[0].url, "--decode", engines[1].url),
-        )
-        yield RoutedPools(sidecars, *engines, router=running.enter_context(router))
-
-
 @pytest.fixture(scope="module", params=[1, 2], ids=["one node", "two nodes"])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
     folder = tmp_path_factory.mktemp("pools")
@@ -272,56 +213,33 @@ def test_decode_engine_is_killed_after_the_hand_over(pools: Pools) -> None:
         sidecar.start()
 
 
-def tokens_of(answers: list[dict[str, Any]]) -> list[int]:
-    return [token for answer in answers for each in answer["choices"] for token in each["token_ids"] or ()]
+def test_router_sends_prompts_to_one_pool_and_returns_answers_of_the_other(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as running:
+        sidecars = running.enter_context(sidecars_on(2, tmp_path))
+        engines = []
+        for sidecar, port in zip(sidecars, free_ports(2), strict=True):
+            engine = ServedEngine(tmp_path / f"{port}.log", port, patient_config(sidecar.socket_path))
+            engines.append(running.enter_context(engine))
+        for engine, sidecar in zip(engines, sidecars, strict=True):
+            wait_hit(engine.wait_ready(), sidecar)
+        pools = ("--prefill", engines[0].url, "--decode", engines[1].url)
+        router = RouterProcess((), "--vllm-pd-disaggregation", "--policy=round_robin", *pools)
+        running.enter_context(router)
+        for is_stream in (False, True):
+            prompt = make_prompt(f"routed {is_stream}")
+            before = num_loaded_tokens(sidecars)
+            tokens = ask(router.url, prompt, stream=is_stream)
+            wait_loaded(sidecars, before + NUM_CHUNKS * CHUNK)
+            assert tokens == ask(engines[1].url, prompt, cache_salt="reference"), "another tenant finds no KV"
+            assert_nothing_leaks(sidecars)
 
 
-@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-def test_router_sends_prompts_to_one_pool_and_returns_answers_of_the_other(
-    routed: RoutedPools, is_stream: bool
-) -> None:
-    prompt = make_prompt(f"routed {is_stream}")
-    before = num_loaded_tokens(routed.sidecars)
-    answer = routed.ask(prompt, stream=is_stream)
-    assert tokens_of(answer) == tokens_of(routed.compute(prompt))
-    wait_loaded(routed.sidecars, before + NUM_CHUNKS * CHUNK)
-    assert_nothing_leaks(routed.sidecars)
-
-
-@pytest.mark.parametrize("is_answering", [False, True], ids=["computed", "answered"])
-def test_cancelled_request_leaves_nothing_behind(routed: RoutedPools, is_answering: bool) -> None:
-    prompt = make_prompt(f"cancelled {is_answering}", LONG_CHUNKS)
-    cancel(routed, prompt, is_answering=is_answering)
-    wait_until(lambda: is_idle(routed.prefill) and is_idle(routed.decode), what="no request runs")
-    assert_nothing_leaks(routed.sidecars)
-    (answer,) = routed.ask(prompt)
-    assert tokens_of([answer]) == tokens_of(routed.compute(prompt))
-    assert num_loaded(routed, answer["id"]) == LONG_CHUNKS * CHUNK
-
-
-def cancel(pools: RoutedPools, prompt: list[int], *, is_answering: bool) -> None:
-    """Send a prompt, and close the connection while the prompt is computed, or after the first token."""
-    request = pools.request(prompt, 4000, stream=True)
-    url = urlsplit(request.full_url)
-    connection = http.client.HTTPConnection(url.netloc, timeout=300)
-    connection.request("POST", url.path, request.data, dict(request.headers))
-    if is_answering:
-        assert connection.getresponse().read(20)
-    else:
-        wait_until(lambda: not is_idle(pools.prefill), what="the prompt is being computed")
-    connection.close()
-
-
-def is_idle(engine: ServedEngine) -> bool:
-    return not any(engine.metrics("vllm:num_requests_").values())
-
-
-def num_loaded(pools: RoutedPools, request: str) -> int:
-    """Tokens that the decode engine loaded for a request. The answer has those of the prefill engine."""
-
-    def find() -> list[dict[str, int]]:
-        page = json.loads(pools.sidecars[1].get(f"/requests?id={quote(request)}"))
-        return [each["tokens"] for each in page["requests"]]
-
-    (tokens,) = wait_until(find, what="the request in the decode engine's sidecar")
-    return tokens.get("memory", 0) + tokens.get("peers", 0)
+def ask(url: str, prompt: list[int], **options: Any) -> list[int]:
+    """Send a prompt to an engine or the router. Returns the tokens of the answer, which may be a stream."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    data = json.dumps(body | {"return_token_ids": True} | options).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        lines = [line.removeprefix(b"data: ") for line in answer.read().splitlines()]
+    parts = [json.loads(line) for line in lines if line.startswith(b"{")]
+    return [token for part in parts for choice in part["choices"] for token in choice["token_ids"] or ()]

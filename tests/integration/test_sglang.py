@@ -1,12 +1,10 @@
 """SGLang servers with a sidecar: what they load, and that loaded KV gives the answers of computed KV."""
 
 import json
-from collections import Counter
 
 import pytest
 
-from testing.child_process import wait_until
-from testing.sglang.engine import PAGE_TOKENS, make_prompt
+from testing.sglang.engine import PAGE_TOKENS
 from tests.harness.sglang.world import (
     attached,
     full_pages,
@@ -24,10 +22,6 @@ NUM_TOKENS = 1030
 HIT = full_pages(NUM_TOKENS)
 LENGTHS = 65, 128, 129, 600, 640, 1000, 2000
 """Lengths of prompts that run at once: a page and a token, and numbers of pages with and without a rest."""
-PREFIX = 512
-"""Tokens of full pages that two prompts share."""
-LONG = 8500
-"""Tokens of a prompt that SGLang looks up in two calls, and computes in several parts."""
 
 
 @pytest.fixture(params=["sglang_engine", "sglang_buffered"])
@@ -128,71 +122,3 @@ def test_a_sidecar_without_its_memory_serves_hits_from_disk(sglang_engine, sglan
     (request, *_) = json.loads(sglang.sidecar.get("/requests"))["requests"]
     assert request["tokens"] == {"disk": HIT, "tail": NUM_TOKENS - HIT}
     assert request["load_seconds"]["disk"] > 0
-
-
-def test_sidecar_and_sglang_count_the_same_tokens(sglang_engine, sglang):
-    wait_counted(sglang_engine, sglang.sidecar, 101)
-    before = counts(sglang.sidecar, sglang_engine)
-    answers = run_prompts(sglang_engine)
-    lengths = [answer.meta["prompt_tokens"] for answer in answers]
-    lengths.append(wait_counted(sglang_engine, sglang.sidecar, 104))
-    after = counts(sglang.sidecar, sglang_engine)
-    causes, total, hits, loads, by_source, by_sglang = (
-        new - old for new, old in zip(after, before, strict=True)
-    )
-    loaded = PREFIX + HIT + full_pages(LONG) + HIT
-    assert total == {"prompt": sum(lengths), "lookup": sum(map(full_pages, lengths))}
-    assert by_sglang == {"prompt": sum(lengths)}
-    assert by_source == {"device": HIT, "storage": loaded}
-    assert hits == {"engine": HIT, "memory": loaded}
-    assert loads == {"memory": loaded}
-    assert causes == {
-        "engine": HIT,
-        "memory": loaded,
-        "new": HIT + full_pages(LONG) + PAGE_TOKENS,
-        "diverged": HIT - PREFIX,
-        "tail": sum(lengths) - sum(map(full_pages, lengths)),
-    }
-
-
-def run_prompts(engine):
-    """Run a prompt, one that begins alike, and a long one, repeatedly. Returns all answers."""
-    prompt, long_prompt = new_prompt(NUM_TOKENS), new_prompt(LONG)
-    branch = prompt[: PREFIX + 10] + new_prompt(NUM_TOKENS - PREFIX - 10)
-    answers = [*store(engine, prompt), generate(engine, prompt)]
-    for prompts in ([branch], [prompt], [long_prompt], [long_prompt, branch]):
-        engine.flush_cache()
-        answers += generate_all(engine, prompts)
-    return answers
-
-
-def counts(sidecar, engine):
-    """Return what sidecar and engine have counted: tokens by cause, by tier, and by SGLang's source."""
-    stats = sidecar.stats()
-    cached = Counter()
-    for line in engine.metrics_text().splitlines():
-        if line.startswith("sglang:cached_tokens_total{"):
-            cached[line.partition('cache_source="')[2].partition('"')[0]] += int(float(line.split()[-1]))
-    return (
-        Counter(stats["causes"]["cause_tokens"]),
-        Counter({"prompt": stats["causes"]["prompt_tokens"], "lookup": stats["lookups"]["lookup_tokens"]}),
-        Counter(stats["lookups"]["hit_tokens"]),
-        Counter(stats["lookups"]["loaded_tokens"]),
-        cached,
-        Counter(prompt=int(engine.metrics("sglang:prompt_tokens_total")["sglang:prompt_tokens_total"])),
-    )
-
-
-def wait_counted(engine, sidecar, num_tokens):
-    """Run a prompt of a length that no other prompt has, and wait until the sidecar has counted it.
-
-    The engine reports its requests in order. Returns the length.
-    """
-    generate(engine, make_prompt(num_tokens))
-
-    def is_newest() -> bool:
-        (newest, *_) = json.loads(sidecar.get("/requests"))["requests"]
-        return sum(newest["tokens"].values()) == num_tokens
-
-    wait_until(is_newest)
-    return num_tokens

@@ -1,11 +1,9 @@
 """Faults of sidecar and Redis below running SGLang servers: no request fails, and no token is wrong."""
 
-import itertools
-
 import pytest
 
 from lmcache_client.rpc import service
-from testing.sglang.engine import PAGE_TOKENS, lmcache_storage, make_prompt
+from testing.sglang.engine import lmcache_storage, make_prompt
 from tests.harness.scope import third
 from tests.harness.sglang import world as sglang_world
 from tests.harness.sglang.world import (
@@ -20,7 +18,6 @@ from tests.harness.sglang.world import (
     store,
     wait_attached,
 )
-from tests.harness.tiers.remote_objects import damage_row
 
 pytestmark = [pytest.mark.sglang, pytest.mark.redis]
 
@@ -58,39 +55,6 @@ def test_a_sidecar_starts_again_with_another_size(sglang_buffered, sglang):
     for size in ("128Mi", "256Mi"):
         sglang.sidecar.options["memory_size"] = size
         sglang.sidecar.restart()
-        assert_caches(sglang_buffered, sglang)
-
-
-def test_redis_is_killed(sglang_buffered, sglang):
-    with Streams(sglang_buffered, sglang.expected, PROMPTS) as streams:
-        streams.wait(8, is_hit)
-        sglang.redis.kill()
-        streams.wait(8, is_hit)
-        sglang.redis.start()
-        streams.wait(8, is_hit)
-    assert_caches(sglang_buffered, sglang)
-
-
-def test_damaged_rows_in_redis(sglang_buffered, sglang):
-    """All rows of a prompt are damaged, and one row of another."""
-    damaged, partly_damaged = new_prompt(NUM_TOKENS), new_prompt(NUM_TOKENS)
-    damages = itertools.cycle(["flipped", "foreign", "short", "random"])
-    with sglang.without_disk(), sglang.redis.client as client:
-        for prompt in (partly_damaged, damaged):
-            before = set(client.keys())
-            wait_attached(sglang_buffered, sglang.sidecar)
-            store(sglang_buffered, prompt)
-            sglang.sidecar.settled()
-            rows = [name for name in set(client.keys()) - before if client.type(name) == b"hash"]
-            assert len(rows) >= HIT // PAGE_TOKENS
-            for row, damage in zip(rows if prompt is damaged else rows[:1], damages, strict=False):
-                damage_row(client, row, damage)
-        sglang.forget_memory()
-        wait_attached(sglang_buffered, sglang.sidecar)
-        for prompt in (damaged, partly_damaged):
-            answer = load(sglang_buffered, prompt)
-            sglang.expected.check(prompt, answer)
-            assert answer.cached["storage"] <= (0 if prompt is damaged else HIT)
         assert_caches(sglang_buffered, sglang)
 
 

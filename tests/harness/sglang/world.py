@@ -68,18 +68,6 @@ class World(NamedTuple):
         self.sidecar.arena_path.unlink()
         self.sidecar.start()
 
-    @contextlib.contextmanager
-    def without_disk(self) -> Iterator[None]:
-        """Restart the sidecar without its disk, and at the end with it."""
-        options = dict(self.sidecar.options)
-        try:
-            del self.sidecar.options["disk_path"], self.sidecar.options["disk_size"]
-            self.sidecar.restart()
-            yield
-        finally:
-            self.sidecar.options = options
-            self.sidecar.restart()
-
 
 class _SessionSidecar(SidecarProcess):
     """A sidecar that outlives the test that has restarted it."""
