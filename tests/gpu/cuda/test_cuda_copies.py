@@ -7,8 +7,8 @@ from lmcache_client.cuda.copies import CopyBatch
 from lmcache_client.cuda.driver import Driver
 from lmcache_client.cuda.errors import CudaError
 from lmcache_client.cuda.pins import Pins
-from testing import cuda_memory
-from testing.cuda_memory import pages, pinned
+from testing import cuda_memory, cuda_peers
+from testing.cuda_memory import gate, pages, pinned
 
 pytestmark = pytest.mark.gpu
 
@@ -97,3 +97,25 @@ def test_driver_without_batched_copies_copies_piece_by_piece(context, stream, me
     with pinned(context, SIZE) as host:
         copy_both_ways(context, stream, memory, host)
     assert "cuMemcpyAsync" in names
+
+
+def test_copy_of_freed_memory_breaks_the_context(simulated):
+    """A proof that all tests on the simulated driver notice memory that is freed or closed too early."""
+    with cuda_peers.peer() as peer:
+        peer.call(cuda_peers.open_context)
+        assert peer.call(copy_freed_memory) == (700, True)
+
+
+def copy_freed_memory(state):
+    """Free memory before its copy begins. Returns the code of the error, and whether it is sticky."""
+    context, stream = state["context"], state["stream"]
+    address, host = cuda_memory.allocate(context, bytes(SIZE)), pages(SIZE)
+    context.call("cuMemHostRegister", host.ctypes.data, SIZE, 0)
+    try:
+        with gate(context) as held:
+            held.hold(stream)
+            CopyBatch(*np.array([[host.ctypes.data], [address], [SIZE]], np.uint64)).submit(stream)
+            context.call("cuMemFree", address)
+        stream.synchronize()
+    except CudaError as error:
+        return error.code, error.is_sticky
