@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from pathlib import Path
 
@@ -34,10 +34,8 @@ __all__ = [
     "CHART",
     "CLUSTERS",
     "EXAMPLE",
-    "IMPATIENT",
     "NAME",
     "SERVICE_ACCOUNT",
-    "USUAL",
     "Operator",
     "example",
     "helm_error",
@@ -46,8 +44,6 @@ __all__ = [
     "stop_operator",
 ]
 
-IMPATIENT, USUAL = ("-m", "testing.kube.impatient_operator"), ("-m", "lmcache_operator")
-"""Programs of an operator that looks at unsettled clusters more often, and of the usual one."""
 EXAMPLE = ROOT / "examples" / "qwen3-8b.yaml"
 NAME = "qwen3-8b"  # name in the example
 
@@ -163,12 +159,11 @@ def operator_process(
 
 
 @contextlib.contextmanager
-def alone(
-    plane: Cluster, account: str, directory: Path, program: Sequence[str] = IMPATIENT
-) -> Iterator[Operator]:
-    """The only operator, with the chart's flags except leader election."""
+def alone(plane: Cluster, account: str, directory: Path) -> Iterator[Operator]:
+    """The only operator, with the chart's flags except leader election. It polls unsettled clusters often."""
     # Without election no successor waits until the lease of a killed operator expires.
     flags = [flag for flag in chart_flags(plane) if not flag.startswith("--leader-elect=")]
+    program = ("-m", "testing.kube.impatient_operator")
     process = Operator(plane, directory, account, *flags, program=program)
     yield process
     if process.is_running:

@@ -197,29 +197,6 @@ def test_changed_cluster_changes_injection_of_new_pods(plane, home, namespace):
     plane.wait(lambda: not has_cache(dry_run(plane, namespace, pod())))
 
 
-def test_status_reports_labelled_pods_without_cache(plane, home, operator, namespace):
-    plane.api.create("v1/pods", pod(), namespace)  # before the cluster exists
-    plane.api.create(CLUSTERS, profile_only(), namespace)
-
-    def degraded() -> Object:
-        status = plane.api.get(CLUSTERS, NAME, namespace).get("status", {})
-        conditions = {condition["type"]: condition for condition in status.get("conditions", [])}
-        degraded_condition: Object = conditions.get("Degraded", {})
-        return degraded_condition
-
-    plane.wait(lambda: degraded().get("reason") == "PodsWithoutCache")
-    message = degraded()["message"]
-    assert message.startswith(
-        f"1 of 1 pods labelled {INJECT_LABEL}={NAME} have no cache. First: pod llm: it is older"
-    )
-    wait_for_policy(plane, namespace)
-    plane.api.delete("v1/pods", "llm", namespace)
-    plane.wait(lambda: plane.api.find("v1/pods", "llm", namespace) is None)
-    plane.api.create("v1/pods", pod(), namespace)
-    plane.api.patch(CLUSTERS, NAME, {"metadata": {"annotations": {"look": "again"}}}, namespace)
-    plane.wait(lambda: degraded().get("status") == "False")
-
-
 def test_reinstalled_chart_injects_again(plane, home, operator_process):
     """The API server stops reading parameters when the last policy with their kind is deleted."""
     if operator_process.is_running:

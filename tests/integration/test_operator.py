@@ -6,7 +6,7 @@ import pytest
 
 from testing.kube.api import Object
 from testing.kube.cluster import Cluster
-from tests.harness.kube import CLUSTERS, EXAMPLE, NAME, Operator, example, is_since, new_namespace
+from tests.harness.kube import CLUSTERS, EXAMPLE, NAME, Operator, example, new_namespace
 from tests.harness.operator.clusters import (
     ENGINE,
     pods,
@@ -81,29 +81,6 @@ def test_example_gets_all_children_and_becomes_ready(plane, operator, namespace)
     for pod in pods(plane, namespace).values():
         assert pod["spec"]["initContainers"][0]["name"] == "sidecar"
         assert pod["spec"]["nodeName"].startswith("node-")
-
-
-def test_children_equal_the_output_of_render(plane, operator, shared):
-    from lmcache_operator.api.parse import parse
-    from lmcache_operator.components.registry import COMPONENTS, kinds_of
-    from lmcache_operator.contract.base import Context
-    from lmcache_operator.specs.names import STOCK_IMAGES
-
-    resource = plane.api.get(CLUSTERS, NAME, shared)
-    rendered = [
-        c for component in COMPONENTS for c in component.render(parse(resource), Context(STOCK_IMAGES))
-    ]
-    wanted = {(c["kind"], c["metadata"]["name"]) for c in rendered}
-    live = {
-        (kind.kind, obj["metadata"]["name"])
-        for kind in kinds_of(COMPONENTS)
-        if kind.group != "cert-manager.io" and (kind.group != "resource.k8s.io" or is_since("1.34"))
-        for obj in plane.api.objects(
-            f"{kind.api_version}/{kind.plural}", shared, f"lmcache.io/cluster={NAME}"
-        )
-    }
-    assert live == wanted
-    assert len(CHILDREN) == len(wanted)
 
 
 def test_kubectl_get_prints_size_readiness_and_memory(plane, operator, shared):

@@ -2,9 +2,6 @@
 
 import base64
 import json
-import shlex
-import socket
-import subprocess
 from contextlib import ExitStack
 from zipfile import ZipFile
 
@@ -28,17 +25,6 @@ from tests.harness.kube import CLUSTERS, NAME, example, new_namespace, stop_oper
 from tests.harness.sidecar.wire import make_keys
 
 pytestmark = [pytest.mark.kube, pytest.mark.usefixtures("no_operator")]
-
-BASH_COMPLETION = "/usr/share/bash-completion/bash_completion"
-"""The package bash-completion. The completion of kubectl needs it."""
-POINT = {"hit": "0.30", "low": "0.29", "high": "0.31", "netPerHour": "0.00"}
-SIZES = {
-    "observedAt": "2026-11-22T18:00:00Z", "window": "24h", "samples": 1000,
-    "memory": {
-        "current": "64Gi", "recommended": "128Gi", "next": "64Gi", "reason": "for a test",
-        "curve": [{"size": size, **POINT} for size in ("64Gi", "128Gi")],
-    },
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -141,26 +127,6 @@ def test_missing_right_is_named(plane, namespace, name, rules, status, text):
     assert text in " ".join((shown.stdout + shown.stderr).split())
 
 
-def test_pod_that_does_not_answer_is_shown(plane, namespace, lmcache):
-    with socket.create_server(("0.0.0.0", 0)) as silent:  # accepts, and never answers
-        create_pod(plane, namespace, NAME, 2, port=silent.getsockname()[1])
-        shown = succeed(lmcache("status", NAME))
-        plane.api.delete("v1/pods", f"{NAME}-engine-2", namespace)
-    assert "no answer within 3 s" in shown
-    assert "1,034 tokens of prompts" in shown
-
-
-def test_curve_is_printed(plane, namespace, lmcache):
-    early = lmcache("curve", NAME)
-    assert early.returncode == 2
-    assert "status.autoscaling is empty" in early.stderr
-    plane.api.patch(CLUSTERS, f"{NAME}/status", {"status": {"autoscaling": SIZES}}, namespace)
-    shown = succeed(lmcache("curve", NAME))
-    assert f"{namespace}/{NAME}: the memory tier" in shown
-    assert "128Gi    30.0 %   29.0-31.0" in shown
-    plane.api.patch(CLUSTERS, f"{NAME}/status", {"status": {"autoscaling": None}}, namespace)
-
-
 def test_report_has_all_parts_and_no_secret(plane, tmp_path):
     secret = "hunter2-Zq8vXw"
     with new_namespace(plane, "report") as namespace, SidecarProcess(http_host="0.0.0.0") as sidecar:
@@ -233,21 +199,3 @@ def test_kubectl_lists_the_plugin_and_completes_its_words(kubectl, plane, namesp
     assert suggested("status", "-n", namespace, "") == [NAME]
     assert suggested("status", "-n", namespace[:-1]).count(namespace) == 1
     assert suggested("status", "--context", "") == ["local"]
-
-
-def test_bash_completes_a_command_and_a_name(kubectl, namespace):
-    def suggested(*words: str) -> list[str]:
-        """The suggestions of bash for the last word."""
-        line = shlex.join(["kubectl", "lmcache", *words])
-        script = f"""
-            source {BASH_COMPLETION}; source <(kubectl completion bash); compopt() {{ :; }}
-            COMP_LINE={shlex.quote(line)}; COMP_POINT=${{#COMP_LINE}}; COMP_TYPE=9
-            COMP_WORDS=($COMP_LINE); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
-            __start_kubectl; printf '%s\\n' "${{COMPREPLY[@]}}"
-        """
-        shell = ["bash", "--norc", "-c", script]
-        done = subprocess.run(shell, env=kubectl.environment, capture_output=True, text=True, timeout=300)
-        return [suggestion.strip() for suggestion in done.stdout.splitlines()]
-
-    assert suggested("stat") == ["status"]
-    assert suggested("status", "-n", namespace, NAME[:3]) == [NAME]

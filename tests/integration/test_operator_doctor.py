@@ -1,6 +1,5 @@
 """``kubectl lmcache doctor`` on a real API server, with real faults, sidecars and Redis servers."""
 
-import contextlib
 import json
 from contextlib import ExitStack
 
@@ -10,10 +9,6 @@ from vllm.version import __version__ as vllm_version
 
 from testing.child_process import free_port
 from testing.engine.process import ServedEngine, connector_config
-from testing.kube.api import ApiError, manifests
-from testing.kube.cluster import CRDS as DEFINITIONS
-from testing.kube.cluster import Cluster
-from testing.kube.operator import CRDS
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.commands.plugin import GET_PROXY, LIST_PODS, READ, Commands, create_pod, kubeconfig_with
 from tests.harness.kube import CLUSTERS, NAME, example
@@ -38,12 +33,6 @@ def doctor(plane, chart, no_operator, namespace):
 
 def create_cluster(plane, namespace, **spec):
     plane.api.create(CLUSTERS, example(**spec), namespace)
-
-
-def is_served(plane):
-    with contextlib.suppress(ApiError):  # 429 while the API server opens the storage of a new kind
-        return plane.api.objects(CLUSTERS, "default") == []
-    return False
 
 
 def test_healthy_installation_has_no_failure(doctor, plane, namespace):
@@ -98,26 +87,6 @@ def test_engine_and_its_sidecar_are_checked(doctor, plane, namespace, tmp_path):
         assert checks[check][0] == "ok", checks[check]
 
 
-def test_problems_with_redis_are_found(doctor, plane, namespace):
-    create_cluster(plane, namespace, tiers={"memory": {"size": "1Gi"}, **REDIS})
-    with ExitStack() as stack:
-        server = stack.enter_context(RedisProcess(maxmemory="64mb", maxmemory_policy="noeviction"))
-        urls = (server.url, f"redis://127.0.0.1:{free_port()}/0")
-        sidecars = [stack.enter_context(SidecarProcess(http_host="0.0.0.0", remote_url=url)) for url in urls]
-        for number, sidecar in enumerate(sidecars):
-            create_pod(plane, namespace, NAME, number, port=sidecar.http_port)
-        sidecars[0].wait_until(lambda stats: stats["remote"]["servers"][0].get("policy"))
-        sidecars[1].wait_until(lambda stats: not stats["remote"]["is_reachable"])
-        _, checks = doctor(NAME)
-    for check, sentence in (
-        ("remoteSettings", "The eviction policy is noeviction: a full server refuses new rows."),
-        ("remoteReachable", "onnection refused"),
-    ):
-        level, statement = checks[check]
-        assert level == "failure"
-        assert sentence in statement
-
-
 def test_answer_of_the_api_server_to_a_new_pod_is_shown(doctor, plane, namespace):
     model = example()["spec"]["model"] | {"volume": {"hostPath": {"path": "/models"}}}
     create_cluster(plane, namespace, model=model)
@@ -167,31 +136,3 @@ def test_missing_right_is_named(plane, namespace, no_operator, name, rules, stat
     assert (checks[check]["level"], checks[check]["missingRight"]) == ("unknown", right)
     assert checks["kubernetesVersion"]["level"] == "ok"
     assert shown.returncode == status
-
-
-@pytest.mark.rotating
-def test_missing_and_old_definitions_are_found():
-    with Cluster() as plane:
-        lmcache = Commands(plane, "default")
-        shown = lmcache("doctor")
-        assert shown.returncode == 1
-        text = " ".join(shown.stdout.split())
-        assert "LMCache Cluster is not installed in this Kubernetes cluster." in text
-        assert text.endswith("1 check in namespace default: 1 failure.")
-        for definition in manifests(*CRDS):
-            definition["metadata"]["labels"] = {"app.kubernetes.io/version": "0.0.9"}
-            plane.api.apply(DEFINITIONS, definition)
-        plane.wait(lambda: is_served(plane))
-        labels = {"lmcache.io/inject": NAME}
-        pod = {
-            "metadata": {"name": "own", "labels": labels},
-            "spec": {"containers": [{"name": "c", "image": "i"}]},
-        }
-        plane.api.create("v1/pods", pod, "default")
-        shown = lmcache("doctor")
-        assert shown.stderr == ""
-        text = " ".join(shown.stdout.split())
-        assert "No Deployment of the operator exists." in text
-        assert "and the CRD has 0.0.9." in text
-        assert "The admission policy of the chart, or its binding, is missing." in text
-        assert f"Pods name an LMCacheCluster {NAME} that does not exist in the namespace: own." in text

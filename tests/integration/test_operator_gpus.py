@@ -1,22 +1,14 @@
 """GPU claims on a real API server, scheduler and claim controller. The devices exist only as objects."""
 
-import asyncio
-import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from lmcache_operator.contract.base import SidecarState
-from lmcache_operator.reconcile.probe import SidecarProber
-from lmcache_operator.stats import StatsClient
 from testing.kube.api import Object
 from testing.kube.cluster import Cluster
-from testing.processes import SidecarProcess
 from tests.harness.kube import CLUSTERS, NAME, example, new_namespace, since
-from tests.harness.operator.clusters import ENGINE, condition, pods, wait_quiet, wait_ready
+from tests.harness.operator.clusters import ENGINE, pods, wait_quiet, wait_ready
 from tests.harness.operator.devices import DEVICE_CLASS, published
-from tests.harness.sidecar.wire import RawClient
 
 pytestmark = pytest.mark.kube
 
@@ -77,40 +69,3 @@ def test_engine_and_sidecar_share_a_claim_through_changes_and_removal(plane, ope
         assert plane.api.find(TEMPLATES, ENGINE, namespace) is None
         assert transfer(plane, namespace)["reason"] == "GPUNotShared"
         wait_quiet(plane, operator, namespace)
-
-
-def test_unsatisfiable_claim_is_reported(plane, operator, namespace):
-    engine = {"replicas": 1, "gpu": {"deviceClassName": "no-such-class"}}
-    plane.api.create(CLUSTERS, example(engine=engine), namespace)
-    # A Kubernetes with claims reports the class through its scheduler. An older one lacks the kind.
-    has_claims = _has_claim_api(plane)
-    reason, message = (
-        ("Unschedulable", "no-such-class") if has_claims else ("Refused", "needs a newer Kubernetes")
-    )
-    plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == reason)
-    assert message in condition(plane, namespace, "Degraded")["message"]
-
-
-def _has_claim_api(plane: Cluster) -> bool:
-    groups = plane.api.request("GET", "/apis")["groups"]
-    return any(v["groupVersion"] == "resource.k8s.io/v1" for group in groups for v in group["versions"])
-
-
-def test_prober_reads_the_transfer_of_a_real_sidecar():
-    async def read(sidecar: SidecarProcess) -> SidecarState:
-        async def stats(_: str) -> Any:
-            async with StatsClient(sidecar.http_port) as client:
-                return await client.read("127.0.0.1", "uid")
-
-        status = {"phase": "Running", "podIP": "127.0.0.1"}
-        pod = {"metadata": {"name": "p", "uid": "u"}, "spec": {"initContainers": [{"name": "sidecar"}]}}
-        survey = await SidecarProber(stats, time.monotonic).probe([pod | {"status": status}])
-        return survey.sidecars[0]
-
-    with SidecarProcess(transfer="CudaIPC") as sidecar:
-        assert asyncio.run(read(sidecar)).transfer == ""
-        with RawClient(sidecar) as engine:
-            engine.attach()
-            attached = asyncio.run(read(sidecar))
-    assert (attached.is_attached, attached.transfer) == (True, "SharedMemory")
-    assert attached.transfer_reason == "the engine copies: its KV is in host memory"

@@ -2,37 +2,10 @@
 
 import pytest
 
-from testing.kube.api import Object
-from testing.kube.cluster import Cluster
 from tests.harness.kube import CLUSTERS, NAME, example
-from tests.harness.operator.clusters import condition, reconcile_once_more, wait_ready
+from tests.harness.operator.clusters import reconcile_once_more, wait_ready
 
 pytestmark = pytest.mark.kube
-
-
-def events(plane: Cluster, namespace: str) -> dict[str, Object]:
-    """The latest Event of each reason."""
-    all_events = plane.api.objects("v1/events", namespace)
-    about = [event for event in all_events if event["involvedObject"]["kind"] == "LMCacheCluster"]
-    return {event["reason"]: event for event in sorted(about, key=lambda event: event["lastTimestamp"])}
-
-
-def wait_reported(plane: Cluster, namespace: str, reason: str, count: int) -> None:
-    plane.wait(lambda: condition(plane, namespace, "Degraded")["reason"] == reason)
-    plane.wait(lambda: events(plane, namespace).get(reason, {}).get("count") == count)
-
-
-def test_events_with_the_same_message_are_counted(plane, operator, namespace):
-    resource = example()
-    resource["spec"]["engine"]["replicas"] = 0
-    plane.api.create(CLUSTERS, resource, namespace)
-    wait_ready(plane, namespace)
-    for count in (1, 2):
-        for reason, args in (("InvalidSpec", ["--port=1"]), ("AsDeclared", [])):
-            plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"args": args}}}, namespace)
-            wait_reported(plane, namespace, reason, count)
-    all_events = plane.api.objects("v1/events", namespace)
-    assert len(all_events) == len({(e["reason"], e["message"]) for e in all_events}) <= 6
 
 
 def test_pods_pull_images_with_secrets_of_their_service_account_or_of_the_spec(plane, operator, namespace):

@@ -1,11 +1,8 @@
 """Prefill pods on a real API server: the operator runs them as an LMCacheCluster of their own."""
 
-from typing import Any
-
 import pytest
 import yaml
 
-from testing.kube.api import ApiError, Object
 from testing.kube.cluster import Cluster
 from tests.harness.kube import CLUSTERS, NAME, example
 from tests.harness.operator.clusters import ENGINE, condition, wait_quiet, written
@@ -15,12 +12,6 @@ pytestmark = pytest.mark.kube
 CHILD = f"{NAME}-prefill"
 CHILD_ENGINE = f"{CHILD}-engine"
 STATEFUL_SETS = "apps/v1/statefulsets"
-
-
-def with_prefill(**prefill: Any) -> Object:
-    resource = example(router={"policy": "RoundRobin"}, engine={"replicas": 2, "prefill": prefill})
-    resource["spec"]["tiers"]["peers"] = {}
-    return resource
 
 
 def num_listed(plane: Cluster, namespace: str) -> dict[str, int]:
@@ -52,7 +43,9 @@ def engine_pods(plane: Cluster, namespace: str, cluster_name: str) -> set[str]:
 
 
 def test_prefill_pods_are_created_scaled_replaced_reported_and_removed(plane, operator, namespace):
-    plane.api.create(CLUSTERS, with_prefill(), namespace)
+    resource = example(router={"policy": "RoundRobin"}, engine={"replicas": 2, "prefill": {}})
+    resource["spec"]["tiers"]["peers"] = {}
+    plane.api.create(CLUSTERS, resource, namespace)
     wait_available(plane, namespace, 1)
     assert condition(plane, namespace, "PrefillAvailable")["status"] == "True"
     plane.wait(lambda: num_listed(plane, namespace) == {ENGINE: 2, CHILD_ENGINE: 1})
@@ -94,33 +87,3 @@ def test_prefill_pods_are_created_scaled_replaced_reported_and_removed(plane, op
     plane.wait(lambda: num_listed(plane, namespace) == {ENGINE: 2})
     plane.wait(lambda: not condition(plane, namespace, "PrefillAvailable"))
     assert engine_pods(plane, namespace, NAME) == before
-
-
-def test_declared_replicas_are_enforced_and_edits_are_reverted(plane, operator, namespace):
-    plane.api.create(CLUSTERS, with_prefill(replicas=2, args=["--max-num-seqs=8"]), namespace)
-    wait_available(plane, namespace, 2)
-    plane.kubectl("scale", f"lmcluster/{CHILD}", "--replicas=1", "--namespace", namespace)
-
-    def spec() -> Any:
-        return plane.api.get(CLUSTERS, CHILD, namespace)["spec"]
-
-    plane.wait(lambda: spec()["engine"]["replicas"] == 2)
-    plane.api.patch(CLUSTERS, CHILD, {"spec": {"tiers": {"peers": {"clusterRef": None}}}}, namespace)
-    plane.wait(lambda: spec()["tiers"]["peers"] == {"clusterRef": {"name": NAME}})
-    change = {"spec": {"router": {}, "engine": {"prefill": {}}}}
-    with pytest.raises(ApiError, match="must not end with -prefill"):
-        plane.api.patch(CLUSTERS, CHILD, change, namespace)
-    plane.api.delete(CLUSTERS, CHILD, namespace)
-    plane.wait(lambda: plane.api.find(CLUSTERS, CHILD, namespace))
-    wait_available(plane, namespace, 2)
-
-    # Without declared replicas, the number belongs to autoscalers.
-    plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"prefill": {"replicas": None}}}}, namespace)
-    wait_available(plane, namespace, 1)
-    plane.kubectl("scale", f"lmcluster/{CHILD}", "--replicas=3", "--namespace", namespace)
-    wait_available(plane, namespace, 3)
-
-    # Prefill pods are deleted with their cluster.
-    plane.api.delete(CLUSTERS, NAME, namespace)
-    for kind, name in ((CLUSTERS, CHILD), (STATEFUL_SETS, CHILD_ENGINE), (STATEFUL_SETS, ENGINE)):
-        plane.wait(lambda kind=kind, name=name: plane.api.find(kind, name, namespace) is None)

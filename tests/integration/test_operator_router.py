@@ -25,14 +25,11 @@ ROUTER = f"{NAME}-router"
 class Engine(JsonHandler):
     """The answers of an engine, which name the engine's address."""
 
-    max_tokens: list[int]
-    """Value of each request."""
-
     def do_GET(self) -> None:
         self.answer({"status": "ok"})
 
     def do_POST(self) -> None:
-        self.max_tokens.append(self.body().get("max_tokens"))
+        self.body()
         choices = [{"index": 0, "text": address_of(self.server), "finish_reason": "stop"}]
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         kind = {"id": "1", "object": "text_completion", "model": "m"}
@@ -49,12 +46,12 @@ def engines() -> Iterator[list[http.server.ThreadingHTTPServer]]:
     with contextlib.ExitStack() as stack:
         network = f"127.{random.randrange(100, 200)}.{random.randrange(256)}"
         places = [(f"{network}.{number}", ENGINE_PORT) for number in (1, 2)]
-        yield [stack.enter_context(serving(Engine, place, max_tokens=[])) for place in places]
+        yield [stack.enter_context(serving(Engine, place)) for place in places]
 
 
-def answering_engine(router: RouterProcess, max_tokens: int = 1) -> str:
+def answering_engine(router: RouterProcess) -> str:
     """Send a request through the router. Returns the address of the engine; empty: no engine answered."""
-    body = json.dumps({"model": "m", "prompt": [1, 2, 3], "max_tokens": max_tokens}).encode()
+    body = json.dumps({"model": "m", "prompt": [1, 2, 3], "max_tokens": 1}).encode()
     request = urllib.request.Request(
         f"{router.url}/v1/completions", body, {"Content-Type": "application/json"}
     )
@@ -106,42 +103,6 @@ def test_router_finds_engine_pods_with_the_rights_of_its_role(plane, operator, n
     ):  # fmt: skip
         plane.wait(lambda kind=kind: plane.api.find(kind, ROUTER, namespace) is None)
     assert plane.api.find("v1/services", NAME, namespace)
-
-
-def test_router_sends_each_prompt_to_a_prefill_pod_first(plane, operator, namespace, engines):
-    engine = {"replicas": 1, "podTemplate": HELD, "prefill": {"replicas": 1}}
-    resource = example(router={"policy": "RoundRobin"}, engine=engine)
-    resource["spec"]["tiers"]["peers"] = {}
-    plane.api.create(CLUSTERS, resource, namespace)
-    plane.wait(lambda: plane.api.find("rbac.authorization.k8s.io/v1/rolebindings", ROUTER, namespace))
-    decode_pod, prefill_pod = f"{NAME}-engine-0", f"{NAME}-prefill-engine-0"
-    plane.wait(lambda: all(plane.api.find("v1/pods", pod, namespace) for pod in (decode_pod, prefill_pod)))
-
-    decode, prefill = engines
-
-    def router_args() -> list[str]:
-        deployment = plane.api.get("apps/v1/deployments", ROUTER, namespace)
-        args: list[str] = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
-        return args
-
-    plane.wait(lambda: plane.api.find("apps/v1/deployments", ROUTER, namespace))
-    assert "--prefill-selector" not in router_args(), "no prefill pod was ready yet"
-    set_running(plane, namespace, prefill_pod, address_of(prefill))
-    plane.wait(lambda: "--prefill-selector" in router_args())
-    set_running(plane, namespace, prefill_pod, address_of(prefill), is_ready=False)
-    token = plane.service_account_token(namespace, ROUTER)
-    kubeconfig = str(plane.kubeconfig(f"router-{namespace}", token=token))
-    with RouterProcess([], *router_args(), KUBECONFIG=kubeconfig) as router:
-        set_running(plane, namespace, decode_pod, address_of(decode))
-        wait_until(lambda: address_of(decode) in str(workers(router)), what="the decode pod")
-        assert answering_engine(router, 7) == "", "no prefill pod"
-        set_running(plane, namespace, prefill_pod, address_of(prefill))
-        wait_until(lambda: answering_engine(router, 7) == address_of(decode), what="an answer")
-        assert [engine.RequestHandlerClass.max_tokens for engine in (prefill, decode)] == [[1], [7]]
-        # vllm-router has no mode in which the other pods compute prompts, too.
-        prefill.shutdown()
-        prefill.server_close()
-        wait_until(lambda: answering_engine(router, 7) == "", what="a failure without prefill pods")
 
 
 def workers(router: RouterProcess) -> list[str]:

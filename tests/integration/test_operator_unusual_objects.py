@@ -1,76 +1,18 @@
 """Unusual objects on a real API server: valid ones settle, broken ones do not affect others."""
 
 import contextlib
-import random
 from collections.abc import Iterator
-from functools import reduce
 
 import pytest
 
-from lmcache_operator.specs.merge import merge
 from testing.kube.api import ApiError, Object
-from testing.kube.audit import Request
 from testing.kube.cluster import CRDS, Cluster
-from tests.harness.kube import CLUSTERS, Operator, example
-from tests.harness.operator.clusters import condition, written
+from tests.harness.kube import CLUSTERS, example
+from tests.harness.operator.clusters import condition
 
 pytestmark = pytest.mark.kube
 
-NUM_ODD = 12
-NUM_ROUNDS = 10
 CRD = "lmcacheclusters.lmcache.io"
-POD_PARTS: list[Object] = [
-    {"hostNetwork": False, "hostPID": False, "setHostnameAsFQDN": False, "shareProcessNamespace": False},
-    {"tolerations": []},
-    {"tolerations": [{"operator": "Exists", "value": "", "key": ""}]},
-    {"nodeSelector": {}, "imagePullSecrets": [], "hostAliases": [], "topologySpreadConstraints": []},
-    {"affinity": {}},
-    {"affinity": {"nodeAffinity": {}, "podAffinity": None}},
-    {"dnsConfig": {"options": [{"name": "ndots", "value": None}]}},
-    {"dnsConfig": {}, "dnsPolicy": "ClusterFirst", "schedulerName": "default-scheduler"},
-    {"schedulerName": "", "priorityClassName": "", "subdomain": "", "hostname": ""},
-    {"terminationGracePeriodSeconds": 0, "activeDeadlineSeconds": None},
-    {"terminationGracePeriodSeconds": 30, "readinessGates": [], "overhead": {}},
-    {"volumes": [{"name": "a"}, {"name": "b", "emptyDir": {"sizeLimit": "0.5Gi", "medium": ""}}]},
-    {"volumes": [{"name": "c", "projected": {"sources": []}}, {"name": "d", "downwardAPI": {"items": []}}]},
-    {
-        "volumes": [
-            {"name": "e", "configMap": {"name": "x", "defaultMode": 0, "optional": False, "items": []}}
-        ]
-    },
-    {"volumes": [{"name": "f", "hostPath": {"path": "/x", "type": ""}}]},
-    {"volumes": [{"name": "g", "persistentVolumeClaim": {"claimName": "x", "readOnly": False}}]},
-]
-CONTAINER_PARTS: list[Object] = [
-    {"env": [{"name": "A"}, {"name": "B", "value": None}, {"name": "C", "value": ""}]},
-    {"env": [{"name": "D", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}], "envFrom": []},
-    {"env": [{"name": "E", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu", "divisor": "0"}}}]},
-    {"envFrom": [{"prefix": "", "secretRef": {"name": "x", "optional": True}}]},
-    {"resources": {"requests": {"cpu": "1000m", "memory": "1024Mi"}}},
-    {"resources": {"requests": {"cpu": "0.5", "ephemeral-storage": "1e3"}}},
-    {"resources": {"limits": {"cpu": 2}, "requests": {}}},
-    {"livenessProbe": {"initialDelaySeconds": 0, "successThreshold": 1, "terminationGracePeriodSeconds": 1}},
-    {"readinessProbe": {"httpGet": {"port": "http", "scheme": "HTTP", "httpHeaders": [], "host": ""}}},
-    {"tty": False, "stdin": False, "stdinOnce": False, "workingDir": ""},
-    {"ports": [{"containerPort": 9000}, {"containerPort": 9001, "hostPort": 0, "hostIP": ""}]},
-    {"imagePullPolicy": "Always", "terminationMessagePath": "", "volumeDevices": []},
-    {"securityContext": {"capabilities": {"add": []}, "privileged": False}},
-    {"lifecycle": {"postStart": None, "preStop": {"exec": {"command": ["true"]}}}},
-    {"resizePolicy": [{"resourceName": "cpu", "restartPolicy": "NotRequired"}]},
-]
-METADATA: list[Object] = [
-    {"labels": {}},
-    {"annotations": {"empty": "", "odd": "ä\u2028\U0001f600"}},
-    {"labels": {"team": "", "none": None}, "annotations": {}},
-]
-
-
-def odd_template(rng: random.Random) -> Object:
-    container = reduce(merge, rng.sample(CONTAINER_PARTS, 4), {"name": "engine"})
-    parts: list[Object] = [{"spec": part} for part in rng.sample(POD_PARTS, 4)]
-    parts.append({"spec": {"containers": [container]}, "metadata": rng.choice(METADATA)})
-    template: Object = reduce(merge, parts, {})
-    return template
 
 
 def odd_cluster(name: str, template: object) -> Object:
@@ -78,28 +20,6 @@ def odd_cluster(name: str, template: object) -> Object:
     resource["metadata"]["name"] = name
     resource["spec"]["engine"] |= {"replicas": 0, "podTemplate": template}
     return resource
-
-
-def writes_when_touched(plane: Cluster, operator: Operator, namespace: str) -> list[Request]:
-    """Writes of the operator while it reconciles all clusters again."""
-    before, mark = operator.num_reconciliations(), plane.mark()
-    poke = {"metadata": {"annotations": {"test/poke": str(before)}}}
-    for number in range(NUM_ODD):
-        plane.api.patch(CLUSTERS, f"odd-{number}", poke, namespace)
-    plane.wait(lambda: operator.num_reconciliations() >= before + NUM_ODD)
-    return written(plane, operator, mark, namespace)
-
-
-def test_odd_but_valid_templates_settle(plane, operator, namespace):
-    for number in range(NUM_ODD):
-        template = odd_template(random.Random(number))
-        plane.api.create(CLUSTERS, odd_cluster(f"odd-{number}", template), namespace)
-    degraded_reasons = plane.wait(lambda: reasons(plane, namespace, NUM_ODD))
-    assert set(degraded_reasons.values()) == {"AsDeclared"}, degraded_reasons
-    # A cluster that never settles triggers itself and is written in every round. A round may also contain the
-    # last Events of the start, and reconciliations of clusters of earlier tests.
-    rounds = (writes_when_touched(plane, operator, namespace) for _ in range(NUM_ROUNDS))
-    assert any(not writes for writes in rounds)
 
 
 @contextlib.contextmanager
