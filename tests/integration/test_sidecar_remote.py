@@ -1,41 +1,110 @@
-"""A real sidecar with a Redis that is killed, frozen or absent."""
+"""A real sidecar on a Redis that is absent, or that loses or refuses rows: it stores them later."""
 
 import pytest
 
 from testing.child_process import wait_until
 from testing.processes import RedisProcess, SidecarProcess
-from tests.harness.engine import session_of, store
-from tests.harness.sidecar.wire import make_keys
+from tests.harness.engine import CHUNK_BYTES, load, session_of, store
+from tests.harness.sidecar.wire import attached, make_keys, usable
 
 pytestmark = pytest.mark.redis
 
+ROWS = range(8)
 
-def test_sidecar_serves_without_its_remote_tier_and_uses_it_later():
+
+@pytest.fixture
+def server():
     with RedisProcess() as server:
-        server.kill()
-        with SidecarProcess(remote_url=server.unix_url) as sidecar:
-            assert sidecar.get("/readyz") == "ready\n"
-            sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
-            assert f"remote tier {server.unix_url.removeprefix('unix://')}: " in sidecar.log
-            with session_of(sidecar) as session:
-                store(session, 1)
-                assert session.lookup("r", [(0, make_keys(1))]).num_leased == 1
-                server.start()
-                store(session, 2)
-                sidecar.wait_until(lambda stats: stats["remote"]["written"] == 2)
+        yield server
 
 
-def test_private_rows_are_not_written_through_and_others_of_their_namespace_are():
-    with (
-        RedisProcess() as redis_server,
-        SidecarProcess(remote_url=redis_server.unix_url) as sidecar,
-        redis_server.client as redis,
-        session_of(sidecar, engine_uuid=b"p" * 16, private_reason="random hash seed") as private,
-    ):
+@pytest.fixture
+def sidecar(server):
+    with SidecarProcess(remote_url=server.unix_url, remote_timeout_seconds=0.5) as sidecar:
+        yield sidecar
+
+
+def num_stored(server) -> int:
+    with server.client as redis:
+        return redis.dbsize()
+
+
+def test_sidecar_serves_without_redis_and_uses_it_later(server):
+    server.kill()
+    with SidecarProcess(remote_url=server.unix_url) as sidecar:
+        assert sidecar.get("/readyz") == "ready\n"
+        sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
+        assert f"remote tier {server.unix_url.removeprefix('unix://')}: " in sidecar.log
+        with session_of(sidecar) as session:
+            store(session, 1)
+            assert session.lookup("r", [(0, make_keys(1))]).num_leased == 1
+            server.start()
+            store(session, 2)
+            sidecar.wait_until(lambda stats: stats["remote"]["written"] == 2)
+
+
+def test_private_rows_are_not_written_through_and_others_of_their_namespace_are(server, sidecar):
+    with session_of(sidecar, engine_uuid=b"p" * 16, private_reason="random hash seed") as private:
         store(private, 1, 2)
         assert sidecar.stats()["clients"][0]["private_reason"] == "random hash seed"
         sidecar.settled()
-        assert redis.dbsize() == 0
+        assert num_stored(server) == 0
         with session_of(sidecar) as session:
             store(session, 3)
-            wait_until(lambda: redis.dbsize() == 1)
+            wait_until(lambda: num_stored(server) == 1)
+
+
+def test_restarted_redis_gets_hit_rows_again(server, sidecar, attach):
+    session = attach()
+    store(session, *ROWS)
+    sidecar.wait_until(lambda stats: stats["remote"]["written"] == len(ROWS))
+    server.restart()
+    assert num_stored(server) == 0
+    store(session, 100)  # the next request to Redis detects the restart
+    wait_until(lambda: num_stored(server) == 1)
+    server.client.flushall()
+
+    def hit() -> bool:
+        load(session, session, "hit", *ROWS)
+        return num_stored(server) == len(ROWS)
+
+    wait_until(hit)
+
+
+@pytest.mark.parametrize("refusing", ["full", "read-only"])
+def test_refused_rows_are_stored_when_redis_accepts_them(server, sidecar, attach, refusing):
+    if refusing == "full":
+        server.client.config_set("maxmemory", 1)
+    else:
+        server.client.replicaof("127.0.0.1", "1")
+    session = attach()
+    store(session, *ROWS)
+    sidecar.wait_until(lambda stats: stats["remote"]["writes_skipped"].get("refused", 0) >= len(ROWS))
+    assert num_stored(server) == 0
+    server.client.config_set("maxmemory", 0)
+    server.client.replicaof("NO", "ONE")
+    wait_until(lambda: num_stored(server) == len(ROWS))  # without any lookup of these rows
+
+
+@pytest.mark.parametrize("chunk_bytes", [2 * CHUNK_BYTES, 1 << 38])
+def test_geometry_change_loses_no_queued_row(server, sidecar, connect, chunk_bytes):
+    """The engine that left has stored its rows, whether the new geometry is possible or not."""
+    server.freeze()
+    session = attached(client := connect())
+    usable(sidecar)
+    store(session, *ROWS)
+    load(session, session, "hit", *ROWS)
+    memory = sidecar.stats()["memory"]
+    assert memory["hits"] == len(ROWS) == memory["tenant_rows"]["none"]
+    sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == len(ROWS))
+    client.close()
+    sidecar.wait_until(lambda stats: not stats["clients"])
+    server.thaw()
+    second = connect(engine_uuid=b"f" * 16, chunk_bytes=chunk_bytes)
+    wait_until(lambda: num_stored(server) == len(ROWS))
+    if chunk_bytes == 2 * CHUNK_BYTES:
+        attached(second)
+        stats = sidecar.stats()
+        assert stats["remote"]["written"] == len(ROWS)
+        assert (stats["memory"]["hits"], stats["memory"]["tenant_rows"]["other"]) == (len(ROWS), 0)
+        assert "none" not in stats["memory"]["tenant_rows"]
