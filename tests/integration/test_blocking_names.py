@@ -22,13 +22,6 @@ pytestmark = pytest.mark.usefixtures("patient_calls")
 
 
 class TestNamespaces:
-    def test_lookup_before_a_change_is_not_loaded_after_it(self, engine):
-        engine.store(1, 2)
-        assert engine.look_up(1, 2) == 2
-        engine.access.set_namespace(os.urandom(32))
-        wait_released(engine.sidecar)
-        assert engine.load(1, 2) == 0
-
     @pytest.mark.parametrize("namespace", [None, os.urandom(32)], ids=["none", "another"])
     @pytest.mark.parametrize("hook", ["before_load", "after_load"])
     def test_load_that_runs_during_a_change_delivers_nothing(self, sidecar, namespace, hook):

@@ -108,24 +108,6 @@ def test_keys_rotate_while_the_sidecar_runs(redis_server, tmp_path, keys, tier):
             check_promoted(session, 2)
 
 
-def test_invalid_keys_do_not_stop_a_running_sidecar(redis_server, tmp_path, keys):
-    with encrypted(redis_server, tmp_path) as sidecar, session_of(sidecar) as session:
-        wait_for_versions(sidecar, "remote", 1)
-        (keys / "2").write_text("not a key")
-        for tier in ("disk", "remote"):
-            sidecar.wait_until(lambda stats, tier=tier: stats[tier]["encryption_problem"])
-        stats = sidecar.stats()
-        option = f"--disk-encryption-keys-dir: {keys}: 2 does not have 64 hexadecimal digits"
-        assert option in stats["disk"]["encryption_problem"]
-        assert option in sidecar.log
-        assert stats["disk"]["encryption"] == {"write_version": 1, "versions": [1]}
-        assert stats["disk"]["off_reason"] == stats["remote"]["off_reason"] == ""
-        store(session, 1)
-        sidecar.wait_until(lambda stats: stats["disk"]["written"] == stats["remote"]["written"] == 1)
-        (keys / "2").unlink()
-        sidecar.wait_until(lambda stats: not stats["disk"]["encryption_problem"])
-
-
 @pytest.mark.parametrize("stay_up", ["false", "true"])
 def test_without_a_key_nothing_is_written_until_there_is_one(redis_server, tmp_path, stay_up):
     with encrypted(redis_server, tmp_path, stay_up=stay_up) as sidecar, session_of(sidecar) as session:

@@ -14,7 +14,7 @@ from lmcache_store.tiers.remote.tier import RemoteTier
 from testing.child_process import free_port, wait_until
 from testing.processes import RedisProcess
 from tests.harness.tiers.redis_topologies import Cluster, cluster
-from tests.harness.tiers.remote_objects import is_available, load, pattern, probe, row_name, tier_of
+from tests.harness.tiers.remote_objects import load, pattern, row_name, tier_of
 
 pytestmark = pytest.mark.redis
 
@@ -30,8 +30,8 @@ def servers():
 
 
 @pytest.fixture
-def remote(request, servers):
-    tier = tier_of(servers.url, getattr(request, "param", 60.0))
+def remote(servers):
+    tier = tier_of(servers.url)
     yield tier
     tier.close()
 
@@ -123,22 +123,6 @@ def test_replica_of_a_dead_master_is_used(remote, servers):
     wait_until(lambda: remote.probe(KEYS, 2) == len(KEYS))
     assert all(load(remote, key=key) for key in KEYS)
     assert all(remote.store(ObjectId(key, 5), memoryview(b"x")) for key in KEYS)
-
-
-@pytest.mark.parametrize("remote", [2.0], indirect=True)
-def test_frozen_cluster_is_used_again_after_it_thaws(remote, servers):
-    fill(remote)
-    for node in servers.nodes:
-        node.freeze()
-    with pytest.raises(TierUnavailableError):
-        assert [load(remote, key=key) for key in KEYS]
-    assert remote.health.is_open
-    assert not probe(remote)
-    for node in servers.nodes:
-        node.thaw()
-
-    wait_until(lambda: is_available(remote))
-    wait_until(lambda: remote.probe(KEYS, 2) == len(KEYS))
 
 
 def test_unreachable_cluster_raises():

@@ -3,7 +3,6 @@
 import contextlib
 import socket
 import threading
-from unittest import mock
 
 import pytest
 
@@ -69,25 +68,6 @@ class TestOutages:
         server.start()
         wait_until(lambda: is_available(remote))
         assert load(remote) is None
-
-    @pytest.mark.parametrize("remote", [3.0], indirect=True)
-    def test_frozen_server_costs_one_deadline_once(self, remote, server, monkeypatch):
-        remote.store(ObjectId(KEY, 0), memoryview(b"x"))
-
-        server.freeze()
-        with monkeypatch.context() as patch:
-            (server_of_tier,) = remote._topology.servers()
-            patch.setattr(server_of_tier.circuit, "_probe", mock.Mock(side_effect=TimeoutError))
-            with pytest.raises(TierUnavailableError, match=r"within 3\.0 s"):
-                load(remote)
-            patch.setattr(server_of_tier, "_attempt", attempt := mock.Mock())
-            for _ in range(100):
-                with pytest.raises(TierUnavailableError, match="is unavailable"):
-                    load(remote)
-            attempt.assert_not_called()
-        server.thaw()
-        wait_until(lambda: is_available(remote))
-        assert load(remote) == b"x"
 
     def test_full_server_refuses_stores(self, server):
         server.client.config_set("maxmemory", 24 << 20)

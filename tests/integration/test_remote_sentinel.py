@@ -82,19 +82,6 @@ def test_demoted_master_is_left_for_the_new_one(remote, servers):
     assert num_objects(replica) == 2
 
 
-def test_connection_to_a_read_only_master_is_closed(remote, servers):
-    """The store is refused, and the next request asks the Sentinels."""
-    _, master, replica = servers
-    assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
-    assert [client["db"] for client in master.client.client_list()].count("2") == 1
-    master.client.replicaof("127.0.0.1", replica.port)
-    assert not remote.store(ObjectId(KEY[::-1], 0), memoryview(b"y"))
-    assert remote.stats.refused == {"READONLY": 1}
-    assert "2" not in [client["db"] for client in master.client.client_list()]
-    with pytest.raises(TierUnavailableError, match="is not the master"):
-        load(remote)
-
-
 @pytest.mark.parametrize(
     ("is_running", "service", "problem"),
     [
