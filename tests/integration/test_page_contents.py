@@ -12,8 +12,7 @@ import pytest
 
 from lmcache_store import keys
 from tests.harness.sim.config import CHUNK, SimSettings
-from tests.harness.sim.world import only_engine
-from tests.integration.test_vllm_samples import wait_reported
+from tests.harness.sim.world import only_engine, wait_reported
 
 pytestmark = pytest.mark.vllm
 

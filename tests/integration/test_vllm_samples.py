@@ -1,13 +1,12 @@
 """The sidecar's samples describe what vLLM's scheduler did with requests, and where their KV was found."""
 
-import threading
 import time
 
 import pytest
 
 from tests.harness.sidecar.samples import Watch
 from tests.harness.sim.config import CHUNK, SimSettings
-from tests.harness.sim.world import make_tokens, serving_world
+from tests.harness.sim.world import make_tokens, serving_world, wait_reported
 
 pytestmark = pytest.mark.vllm
 
@@ -28,12 +27,6 @@ def watch(sidecar, *engines):
     for engine in engines:
         wait_reported(engine)
     return Watch(sidecar)
-
-
-def wait_reported(engine):
-    reported = threading.Event()
-    engine.scheduler.connector._scheduler._lookups._queue.put(reported.set)
-    assert reported.wait(60)
 
 
 def run(engine, tokens, **fields):

@@ -193,6 +193,14 @@ def wait_attached(engine: SimEngine) -> None:
     wait_until(lambda: engine.results[engine.serve(prompt)].num_cached_tokens == CHUNK, what="a hit")
 
 
+def wait_reported(engine: SimEngine) -> None:
+    """Wait until the sidecar has all reports of the engine, with the times of its requests."""
+    done, lookups = threading.Event(), engine.scheduler.connector._scheduler._lookups
+    lookups._queue.put(lookups._send_times)
+    lookups._queue.put(done.set)
+    assert done.wait(60)
+
+
 def wait_copied_for(engine: SimEngine) -> None:
     """Wait until the sidecar copies the stores of all ranks that store."""
 
