@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from lmcache_operator.contract.base import Context
-from lmcache_operator.kube.client import connect
+from lmcache_operator.kube.client import KubeApi, connect
+from lmcache_operator.pods import resize
 from lmcache_operator.pods.resize import sidecar_memory
 from lmcache_operator.reconcile.reconciler import Reconciler
 from lmcache_operator.specs.kinds import POD, ClusterKey
@@ -58,25 +60,37 @@ class Operated:
 
     async def _until(self, is_done: Callable[[], Any]) -> None:
         async with connect() as api, asyncio.timeout(SECONDS):
-
-            async def stats(address: str, _: str) -> Any:
-                pods = await api.find(POD, self.namespace)
-                (pod,) = (pod for pod in pods if pod["status"].get("podIP") == address)
-                size = int(annotations_of(pod)[MEMORY_SIZE])
-                memory = {"size_bytes": size, "target_bytes": size}
-                return {"is_ready": True, "num_clients": {"attached": 1}, "memory": memory}
-
-            # The clock stands still: no pause ends in which work is left to another operator.
-            reconciler = Reconciler(api, Context(STOCK_IMAGES), stats, monotonic=lambda: 0.0)
+            reconciler = self._reconciler(api)
             while True:
                 await reconciler.reconcile(self.key)
                 if await asyncio.to_thread(is_done):
                     return
                 await asyncio.sleep(0.2)  # real time: a pause between polls
 
+    def _reconciler(self, api: KubeApi) -> Reconciler:
+        async def stats(address: str, _: str) -> Any:
+            pods = await api.find(POD, self.namespace)
+            (pod,) = (pod for pod in pods if pod["status"].get("podIP") == address)
+            size = int(annotations_of(pod)[MEMORY_SIZE])
+            memory = {"size_bytes": size, "target_bytes": size}
+            return {"is_ready": True, "num_clients": {"attached": 1}, "memory": memory}
+
+        # The clock stands still: no pause ends in which work is left to another operator.
+        return Reconciler(api, Context(STOCK_IMAGES), stats, monotonic=lambda: 0.0)
+
+    def block_growth(self, annotation: str | None = "never") -> None:
+        """Make the kubelet ignore resizes. ``None`` ends this."""
+        patch = {"metadata": {"annotations": {"test/resize": annotation}}}
+        for pod in self.pods():
+            self.api.patch("v1/pods", pod["metadata"]["name"], patch, self.namespace)
+
     def refused_pods(self) -> list[Object]:
         """Pods that were refused a size."""
         return [pod for pod in self.pods() if RESIZE_REFUSED in annotations_of(pod)]
+
+    def pods_asking(self) -> list[Object]:
+        """Pods that have requested memory and have no answer."""
+        return [pod for pod in self.pods() if _is_asking(pod) and RESIZE_REFUSED not in annotations_of(pod)]
 
     def all_pods_have(self, size: int) -> bool:
         """Whether all pods serve with this size, by annotation and by the kubelet's status."""
@@ -87,6 +101,11 @@ class Operated:
 def _limit(containers: list[Object]) -> str:
     (sidecar,) = (each for each in containers if each.get("name") == "sidecar")
     return str(sidecar["resources"]["limits"]["memory"])
+
+
+def _is_asking(pod: Object) -> bool:
+    """Whether the pod requests another memory limit than the kubelet has applied."""
+    return _state(pod)[1] not in ("", _limit(pod["spec"]["initContainers"]))
 
 
 def _state(pod: Object) -> tuple[str, str, bool]:
@@ -108,6 +127,7 @@ def shared(plane: Cluster, operator_process: Operator) -> Iterator[Operated]:
 @pytest.fixture
 def operated(shared: Operated) -> Operated:
     """The cluster with two pods of 1 GiB, which were refused no other size."""
+    shared.block_growth(None)
     for size in (1536, 1024):  # a granted resize ends a refusal
         shared.declare(f"{size}Mi")
         shared.until(lambda size=size: shared.all_pods_have(size << 20))
@@ -165,3 +185,54 @@ def test_resize_that_a_namespace_forbids_is_reported_and_reverted(
     operated.until(lambda: operated.all_pods_have(3 * GIB))
     operated.until(lambda: operated.condition("Degraded")["status"] == "False")
     assert not operated.refused_pods()
+
+
+def test_resize_that_a_node_does_not_grant_is_reverted(
+    operated: Operated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operated.block_growth()
+    operated.declare("4Gi")
+    operated.until(operated.pods_asking)
+    _defer(operated)
+    operated.until(lambda: "waiting for the kubelet" in operated.condition("Progressing")["message"])
+    assert operated.condition("Degraded")["status"] == "False"
+    monkeypatch.setattr(resize, "_PATIENCE", timedelta())
+    operated.until(lambda: operated.condition("Degraded").get("reason") == "ResizeInfeasible")
+    message = "the kubelet has not granted the memory for 0 minutes: Node didn't have enough"
+    assert message in operated.condition("Degraded")["message"]
+
+    def is_reverted() -> bool:
+        _defer(operated)  # the second pod requests memory once the first has its answer
+        return len(operated.refused_pods()) == 2 and not any(map(_is_asking, operated.pods()))
+
+    operated.until(is_reverted)
+    assert operated.condition("Ready")["status"] == "True"
+
+
+def _defer(operated: Operated) -> None:
+    """Answer all requests for memory as a kubelet without free memory does."""
+    for pod in operated.pods_asking():
+        metadata = pod["metadata"]
+        pending = {
+            "type": "PodResizePending", "status": "True", "reason": "Deferred",
+            "message": "Node didn't have enough capacity: memory",
+            "lastTransitionTime": "2026-01-01T00:00:00Z", "observedGeneration": metadata["generation"],
+        }  # fmt: skip
+        path = operated.api.path("v1/pods", metadata["namespace"], f"{metadata['name']}/status")
+        patch = {"status": {"conditions": [pending]}}
+        operated.api.request("PATCH", path, patch, "application/strategic-merge-patch+json")
+
+
+def test_pod_replaced_during_a_resize_starts_with_the_new_size(operated: Operated) -> None:
+    operated.block_growth()
+    operated.declare("4Gi")
+    operated.until(operated.pods_asking)
+    (growing,) = operated.pods_asking()
+    operated.api.delete("v1/pods", growing["metadata"]["name"], operated.namespace)
+    (remaining,) = (pod for pod in operated.pods() if pod["metadata"]["uid"] != growing["metadata"]["uid"])
+    uid = remaining["metadata"]["uid"]
+    operated.until(lambda: [pod["metadata"]["uid"] for pod in operated.pods_asking()] == [uid])
+    operated.block_growth(None)
+    operated.until(lambda: operated.all_pods_have(4 * GIB))
+    operated.until(lambda: operated.condition("Progressing")["reason"] == "Complete")
+    assert uid in [pod["metadata"]["uid"] for pod in operated.pods()]
