@@ -189,7 +189,7 @@ def files_of(archive):
 def test_kubectl_lists_the_plugin_and_completes_its_words(kubectl, plane, namespace, tmp_path):
     def suggested(*words: str) -> list[str]:
         *lines, directive = kubectl.run("__complete", "lmcache", *words).splitlines()
-        assert directive == ":4"
+        assert directive == ":0"
         return [line.partition("\t")[0] for line in lines]
 
     # An installation of this project may be elsewhere on the PATH. kubectl would report the second plugin.
@@ -198,4 +198,3 @@ def test_kubectl_lists_the_plugin_and_completes_its_words(kubectl, plane, namesp
     assert suggested("stat") == ["status"]
     assert suggested("status", "-n", namespace, "") == [NAME]
     assert suggested("status", "-n", namespace[:-1]).count(namespace) == 1
-    assert suggested("status", "--context", "") == ["local"]

@@ -70,7 +70,7 @@ def test_installed_plugin_runs_with_nothing_but_python(installed):
     assert "error: /missing: " in missing.stderr
     usage = run(installed, sys.executable, "kubectl-lmcache", "top", "--help").stdout
     assert usage.startswith("usage: kubectl lmcache top")
-    assert run(installed, sys.executable, "kubectl_complete-lmcache", "to").stdout.endswith("\n:4\n")
+    assert run(installed, sys.executable, "kubectl_complete-lmcache", "to").stdout.endswith("\n:0\n")
 
 
 def test_other_python_gets_a_sentence_that_says_what_to_do(installed):
