@@ -29,6 +29,7 @@ from tests.harness.operator.model import cluster
 
 ROOT = "/apis/lmcache.io/v1alpha1/namespaces/team/lmcacheclusters"
 PODS = "/api/v1/namespaces/team/pods"
+SETS = "/apis/apps/v1/namespaces/team/statefulsets"
 POSTS = {"reviews": "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", "pods": PODS}
 NO_KIND = (404, b"404 page not found\n")
 
@@ -135,7 +136,7 @@ def test_refused_reads_name_the_missing_rights():
     ],
 )
 def test_api_server_is_asked_whether_it_admits_a_pod(answers, level, text):
-    results = run_checks(read({ROOT: listing(cluster()).body}, **answers))
+    results = run_checks(read({ROOT: listing(cluster()).body, SETS: listing().body}, **answers))
     (result,) = [result for result in results if result.check == "podAdmission"]
     assert result.level is level
     assert text in result.statement
@@ -144,12 +145,15 @@ def test_api_server_is_asked_whether_it_admits_a_pod(answers, level, text):
 def test_existing_stateful_set_shows_whether_pods_are_missing():
     (rendered,) = ClusterFacts(cluster()).stateful_sets.values()
     live = rendered | {"status": {"replicas": rendered["spec"]["replicas"]}}
-    pages = {
-        ROOT: listing(cluster()).body,
-        "/apis/apps/v1/namespaces/team/statefulsets": listing(live).body,
-    }
+    pages = {ROOT: listing(cluster()).body, SETS: listing(live).body}
     (of_demo,) = read(pages, pods=(403, {"message": "exceeded quota: q"})).clusters
     assert [(trial.component, trial.lacks_pods) for trial in of_demo.trials] == [("engine", False)]
+
+
+def test_refusal_by_a_quota_is_unknown_if_stateful_sets_cannot_be_listed():
+    results = run_checks(read({ROOT: listing(cluster()).body}, pods=(403, {"message": "exceeded quota: q"})))
+    (result,) = [result for result in results if result.check == "podAdmission"]
+    assert (result.level, result.missing_right) == (Level.UNKNOWN, "list statefulsets.apps")
 
 
 def test_rights_of_the_operator_need_a_right_of_their_own():

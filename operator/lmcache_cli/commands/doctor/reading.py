@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from lmcache_cli.commands.connection import ApiConnection, no_cluster
 from lmcache_cli.commands.doctor.answers import ApiAnswer
-from lmcache_cli.commands.doctor.checks.admission import lacks_pods, pod_of
+from lmcache_cli.commands.doctor.checks.admission import QUOTA, lacks_pods, pod_of
 from lmcache_cli.commands.doctor.checks.engines import engine_port, has_tls, kind_of_pod
 from lmcache_cli.commands.doctor.checks.features import uses_nodes
 from lmcache_cli.commands.doctor.checks.rights import CREATE_PODS, OPERATOR_RIGHTS, USER_RIGHTS
@@ -208,7 +208,12 @@ class _Reader:
         if allowed is not True:
             answer = allowed or ApiAnswer(missing_right=str(CREATE_PODS))
             return [PodTrial(component, answer) for component in stateful_sets]
-        return await asyncio.gather(*(self._trial(*item) for item in stateful_sets.items()))
+        trials = await asyncio.gather(*(self._trial(*item) for item in stateful_sets.items()))
+        # Running pods count in a quota, and who may not list StatefulSets does not know whether pods run.
+        is_unsure = not live.is_known
+        return [
+            each._replace(answer=live) if is_unsure and QUOTA in each.refusal else each for each in trials
+        ]
 
     async def _trial(self, component: str, stateful_set: Object) -> PodTrial:
         path = f"/api/v1/namespaces/{self._namespace}/pods?dryRun=All"

@@ -10,7 +10,7 @@ from lmcache_operator.specs import Object
 from lmcache_operator.specs.merge import dig
 from lmcache_store.common.text import plain
 
-_QUOTA = "exceeded quota"
+QUOTA = "exceeded quota"
 """Part of a refusal by a ResourceQuota, which counts the running pods too."""
 
 
@@ -45,7 +45,7 @@ def admission(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
             yield unknown(name, trial.answer)
         elif trial.refusal and trial.lacks_pods:
             yield failure(name, text, remedy, "FailedCreate")
-        elif trial.refusal and _QUOTA not in trial.refusal:
+        elif trial.refusal and QUOTA not in trial.refusal:
             yield warning(name, f"{text} The present pods run.", remedy, "FailedCreate")
         elif trial.warnings:
             text = f"The API server admits {pods}, and warns: {plain(trial.warnings[0])}."
