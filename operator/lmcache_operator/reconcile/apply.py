@@ -44,6 +44,8 @@ class Applier:
     """Token that the operator itself sends to the cluster's sidecars; empty: it has none."""
     problems: list[Problem] = field(default_factory=list)
     """Permanent failures: calls that the API server refused."""
+    doubts: list[Problem] = field(default_factory=list)
+    """Refused creations of Secrets. A full quota refuses even a Secret that exists, so all may be well."""
     failure: ApiError | None = None
     """First failure that a retry may resolve."""
     events: list[Event] = field(default_factory=list)
@@ -143,7 +145,8 @@ class Applier:
         except NoAnswerError:
             raise
         except RefusedError as error:
-            self.problems.append(Problem("Refused", f"{_NOUNS[verb]}{ref}: {error.message}"))
+            problems = self.doubts if verb == "make" else self.problems
+            problems.append(Problem("Refused", f"{_NOUNS[verb]}{ref}: {error.message}"))
             return False
         except ApiError as error:
             self.failure = self.failure or error

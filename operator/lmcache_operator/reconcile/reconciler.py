@@ -176,7 +176,7 @@ class Reconciler:
         except Exception as error:  # an internal error, which is reported like any other failure
             failure = error
         problems = [*applier.problems, *_problems_of(failure, memory)]
-        status = derive_status(resource, now, statuses, plans, problems)
+        status = derive_status(resource, now, statuses, plans, problems, applier.doubts)
         await self._post(key, resource, applier.events, now)
         has_changed = await self._report(key, resource, status, now)
         await self._post(key, resource, chain.from_iterable(part.events for part in statuses), now)

@@ -25,11 +25,12 @@ def derive_status(
     statuses: Sequence[ComponentStatus],
     plans: Mapping[str, Plan],
     failures: Sequence[Problem],
+    doubts: Sequence[Problem] = (),
 ) -> Object:
     """The status of a cluster, merged from those of its components.
 
     ``failures``: problems that occurred while the plans were made or carried out. Without ``statuses`` the
-    result is the former status with these failures.
+    result is the former status with these failures. ``doubts``: those that do not make the cluster unready.
     """
     if not statuses:
         return _unobserved(resource, now, failures)
@@ -45,7 +46,7 @@ def derive_status(
         ready = Condition("False", *problems[0])
     elif progressing.status == "True" and progressing.reason != "Resizing":  # pods serve during a resize
         ready = Condition("False", progressing.reason, progressing.message)
-    degrading = chain.from_iterable(status.degraded for status in statuses)
+    degrading = chain(doubts, *(status.degraded for status in statuses))
     conditions = {"Degraded": _degraded([*problems, *degrading]), "Progressing": progressing, "Ready": ready}
     fields: Object = {"observedGeneration": resource["metadata"].get("generation", 0)}
     for status in statuses:

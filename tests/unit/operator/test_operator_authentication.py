@@ -6,6 +6,7 @@ import pytest
 
 from lmcache_operator.components.engine.features.tokens import Tokens
 from lmcache_operator.contract.base import Probed, SidecarState
+from lmcache_operator.errors import RefusedError
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import PAGES_LABEL
 from lmcache_sidecar.config import read
@@ -67,6 +68,17 @@ def test_secret_has_the_token_that_the_operator_sends() -> None:
     stored = bench.world.objects[SECRET]["stringData"]
     assert stored["operator"] == f"token-for-{KEY.uid}"
     assert stored["token"] != stored["operator"]
+
+
+def test_secret_that_a_quota_refuses_is_reported_and_nothing_else_stops() -> None:
+    bench = ReconciledCluster.settled(sidecar=TOKEN)
+    bench.world.failures["create"] = RefusedError("create", "exceeded quota: q")
+    events = len(bench.world.events)
+    assert [bench.run() for _ in range(3)] == [["status"], [], []]
+    assert bench.world.events[events:] == [("Warning", "Refused")]
+    assert bench.ready()[0] == "True"
+    (degraded,) = (c for c in bench.world.resource["status"]["conditions"] if c["type"] == "Degraded")
+    assert degraded["message"] == f"creation of {SECRET}: exceeded quota: q"
 
 
 def test_no_secret_is_made_without_the_setting() -> None:
