@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from lmcache_cli.commands import connection, printing
-from lmcache_cli.curves import TIERS, Curve
 from lmcache_operator.api import KIND
+from lmcache_operator.api.parse import parse
+from lmcache_operator.errors import NoCurveError
 from lmcache_operator.manifests import file_errors, read_objects
 from lmcache_operator.specs import Object
+from lmcache_store.common.units import format_size, parse_size
+
+_TIERS = ("memory", "remote")
+_ABOUT = {"samples": "samples", "half-life": "window", "observed": "observedAt"}
+_MIN_BARS, _MAX_BARS = 10, 60
+_OTHER_COLUMNS = 59
+"""Columns of a line besides the bar."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     connection.add_connection(parser)
     about = "read the LMCacheCluster from a YAML or JSON file instead of the API server; - for standard input"
     parser.add_argument("-f", "--filename", type=Path, metavar="FILE", help=about)
-    parser.add_argument("--tier", choices=TIERS, default=TIERS[0], help="default: %(default)s")
+    parser.add_argument("--tier", choices=_TIERS, default=_TIERS[0], help="default: %(default)s")
     parser.set_defaults(command=_run)
 
 
@@ -43,14 +54,97 @@ def _show(arguments: argparse.Namespace, resource: Object) -> int:
 
 
 def _from_file(arguments: argparse.Namespace) -> Object:
-    with file_errors(arguments.filename):
-        return _named(read_objects(arguments.filename), arguments.name)
-
-
-def _named(objects: list[Any], name: str | None) -> Object:
     """The first LMCacheCluster, or the first of this name, also in a List of ``kubectl get -o yaml``."""
-    documents = [document for document in objects if isinstance(document, dict)]
-    for item in chain.from_iterable((each, *(each.get("items") or ())) for each in documents):
-        if item.get("kind") == KIND and name in (None, item["metadata"]["name"]):
-            return dict(item)
-    raise ValueError(f"contains no {KIND}{f' {name}' if name else ''}")
+    name = arguments.name
+    with file_errors(arguments.filename):
+        documents = [each for each in read_objects(arguments.filename) if isinstance(each, dict)]
+        for item in chain.from_iterable((each, *(each.get("items") or ())) for each in documents):
+            if item.get("kind") == KIND and name in (None, item["metadata"]["name"]):
+                return dict(item)
+        raise ValueError(f"contains no {KIND}{f' {name}' if name else ''}")
+
+
+class CurveRow(NamedTuple):
+    """One size on the curve."""
+
+    num_bytes: int
+    size: str
+    hit: float
+    """Hits in per cent of the looked-up prompt tokens. ``low`` and ``high`` are its 95 % bounds."""
+    low: float
+    high: float
+    net: float
+    """Net value in USD per hour, compared with the present size."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Expected hits and net value for all sizes of one tier."""
+
+    title: str
+    about: str
+    """Samples, half-life and time of the counts."""
+    reason: str
+    current: int
+    """Present size: bytes of one pod, or of all shards."""
+    recommended: int
+    points: tuple[CurveRow, ...]
+    """Points in ascending order, including the present and the recommended size."""
+
+    @classmethod
+    def of(cls, resource: Object, tier: str) -> Self:
+        """Read the curve from an LMCacheCluster. Raises InvalidSpecError, or NoCurveError with the reason."""
+        metadata, name = resource["metadata"], resource["metadata"]["name"]
+        scaling = (resource.get("status") or {}).get("autoscaling")
+        if not scaling:
+            raise NoCurveError(
+                f"{name}: status.autoscaling is empty. The operator fills it some minutes after a sidecar "
+                "answers, unless spec.autoscaling.mode is Off"
+            )
+        try:
+            if not (status := scaling.get(tier)):
+                known = ", ".join(f"--tier {tier}" for tier in _TIERS if scaling.get(tier)) or "none yet"
+                raise NoCurveError(f"{name}: its {tier} tier has no curve; available: {known}")
+            if not status.get("curve"):
+                raise NoCurveError(f"{name}: its {tier} tier has no curve yet: {status.get('reason')}")
+            managed = parse(resource).spec.tiers.managed if tier == _TIERS[1] else None
+            shard_bytes = managed.shard_bytes if managed else 0
+            current, recommended = (_size(status[name], shard_bytes) for name in ("current", "recommended"))
+            about = (f"{label} {scaling[field]}" for label, field in _ABOUT.items() if field in scaling)
+            title = f"{metadata.get('namespace') or 'default'}/{name}: the {tier} tier"
+            points = tuple(sorted(map(_point, status["curve"])))
+            return cls(title, ", ".join(about), str(status["reason"]), current, recommended, points)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise NoCurveError(
+                f"{name}: status.autoscaling is from another version: {type(error).__name__}: {error}"
+            ) from error
+
+    def what_is(self, point: CurveRow) -> str:
+        """Return "present", "recommended", both, or nothing."""
+        words = {"present": self.current, "recommended": self.recommended}
+        return " and ".join(word for word, size in words.items() if size == point.num_bytes)
+
+    def text(self, width: int) -> str:
+        """Return the curve as text for a terminal of ``width`` characters."""
+        largest = max(point.high for point in self.points) or 1.0
+        scale = max(_MIN_BARS, min(_MAX_BARS, width - _OTHER_COLUMNS)) / largest
+        rows = [("", "size", "hits", "(sampling)", "", "USD/h", "")]
+        for point in self.points:
+            word, low, high = self.what_is(point), round(scale * point.low), round(scale * point.high)
+            mark, bounds = ">" if "present" in word else "", f"{point.low:.1f}-{point.high:.1f}"
+            bar = ("=" * low).ljust(high, "-")
+            rows.append((mark, point.size, f"{point.hit:.1f} %", bounds, bar, f"{point.net:+.3f}", word))
+        lines = printing.table(rows, right=(1, 2, 5))
+        sentences = textwrap.wrap(self.reason, width)
+        return "\n".join([self.title, f"({self.about})", "", *lines, "", *sentences]) + "\n"
+
+
+def _size(value: Any, shard_bytes: int) -> int:
+    """Return a size of the status in bytes. For the remote tier, ``value`` is a number of shards."""
+    return parse_size(format_size(value * shard_bytes)) if shard_bytes else parse_size(value)
+
+
+def _point(values: Mapping[str, Any]) -> CurveRow:
+    size, hit = str(values["size"]), float(values["hit"])
+    low, high = (float(values.get(name, hit)) for name in ("low", "high"))
+    return CurveRow(parse_size(size), size, 100 * hit, 100 * low, 100 * high, float(values["netPerHour"]))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_cli.__main__ import main
-from lmcache_cli.curves import Curve
+from lmcache_cli.commands.curve import Curve
 from lmcache_operator.errors import NoCurveError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -65,7 +65,7 @@ def test_text_marks_present_and_recommended_size() -> None:
     present, recommended = rows["65536Mi"][0], rows["108Gi"][0]
     assert present.startswith(">")
     assert present.endswith("+0.000  present")
-    assert re.search(r" 58\.0 %   56\.0-60\.0 .* \+0\.160  recommended$", recommended)
+    assert re.search(r" 58\.0 %  56\.0-60\.0 .* \+0\.160  recommended$", recommended)
     bars = [row[0].count("=") for row in rows.values()]
     assert bars == sorted(bars)
     assert bars[-1] == round(41 * 0.59 / 0.63)  # 41 of 100 columns are left for bars
