@@ -92,15 +92,10 @@ def namespace_name(text: str) -> str:
     return object_name(text) if text else text
 
 
-def add_connection(parser: argparse.ArgumentParser) -> None:
+def add_connection(parser: argparse.ArgumentParser, default: str = "the only one") -> None:
     """Add the options that find an LMCacheCluster. They are those of kubectl."""
-    about = "name of the LMCacheCluster (default: the only one of the namespace)"
+    about = f"name of the LMCacheCluster (default: {default} of the namespace)"
     parser.add_argument("name", nargs="?", type=object_name, metavar="NAME", help=about)
-    add_namespace(parser)
-
-
-def add_namespace(parser: argparse.ArgumentParser) -> None:
-    """Add the options that find a namespace. They are those of kubectl."""
     about = "namespace (default: that of the kubeconfig's present context)"
     parser.add_argument("-n", "--namespace", type=namespace_name, metavar="NAME", help=about)
     parser.add_argument(

@@ -25,9 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     status = "exit status: 0; 1 if no sidecar answers; 2 if the cluster cannot be read"
     printing.describe(parser, _ABOUT, status)
-    about = "name of the LMCacheCluster (default: all of the namespace)"
-    parser.add_argument("name", nargs="?", type=connection.object_name, metavar="NAME", help=about)
-    connection.add_namespace(parser)
+    connection.add_connection(parser, default="all")
     top.add_arguments(parser)
     printing.add_output(parser)
     parser.set_defaults(command=_run)

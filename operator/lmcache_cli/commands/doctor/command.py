@@ -29,9 +29,7 @@ exit status:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     printing.describe(parser, _ABOUT, _EPILOG)
-    about = "name of the LMCacheCluster (default: all of the namespace)"
-    parser.add_argument("name", nargs="?", type=connection.object_name, metavar="NAME", help=about)
-    connection.add_namespace(parser)
+    connection.add_connection(parser, default="all")
     printing.add_output(parser)
     about = "namespace of the operator (default: all namespaces, or else lmcache-system)"
     parser.add_argument(
