@@ -14,6 +14,7 @@ from urllib.parse import urlencode
 
 import aiohttp
 from kubernetes.aio.client import ApiClient
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from lmcache_operator import metrics
 from lmcache_operator.errors import RefusedError
@@ -31,6 +32,8 @@ _MAX_REQUESTS = 64
 _MIN_WRITE_SECONDS = 5.0
 """Minimum timeout of a write. A write is not sent if the operator's right to write ends sooner."""
 _MAX_EVENT_MESSAGE = 1024
+_MAX_BYTES = 8 << 20
+"""Largest answer to a review or a dry run."""
 _READS = frozenset({"GET"})
 _FORCE = {"fieldManager": FIELD_MANAGER, "force": "true"}
 _NOT_SENT = "not sent: this operator does not lead, or cannot renew its lease"
@@ -144,36 +147,30 @@ class KubeApi:
 
         Pods are not trusted: a redirect would send a request elsewhere with the user's rights.
         """
-        pool, url, options = await self._unlimited_get(path)
-        try:
-            async with (
-                self._slots,
-                asyncio.timeout(seconds),
-                pool.get(url, allow_redirects=False, **options) as response,
-            ):
-                return response.status, await _bounded(response.content, max_bytes)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            return 0, _no_answer(error, seconds)
+        async with self._slots:
+            status, body, _ = await self._request(path, seconds, max_bytes, allow_redirects=False)
+        return status, body
 
     async def ask(self, path: str, body: Object, *, seconds: float) -> tuple[int, bytes, list[str]]:
         """Send a review or a dry run, which stores no object. Returns what `read` returns, and warnings."""
-        pool, url, options = await self._unlimited_get(path)
-        options["json"] = body
-        try:
-            async with asyncio.timeout(seconds), self._slots, pool.post(url, **options) as response:
-                warnings = [warning_of(header) for header in response.headers.getall("Warning", ())]
-                return response.status, await response.read(), warnings
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            return 0, _no_answer(error, seconds), []
+        status, answer, headers = await self._request(path, seconds, method="POST", json=body)
+        return status, answer, [warning_of(header) for header in headers.getall("Warning", ())]
 
     async def date(self, *, seconds: float) -> str:
         """Return the header Date of an answer of the API server; empty without an answer."""
-        pool, url, options = await self._unlimited_get("/version")
+        _, _, headers = await self._request("/version", seconds)
+        return str(headers.get("Date", ""))
+
+    async def _request(
+        self, path: str, seconds: float, max_bytes: int = _MAX_BYTES, *, method: str = "GET", **more: Any
+    ) -> tuple[int, bytes, CIMultiDictProxy[str]]:
+        """Return status, body and headers of an answer; status 0: no answer, and the reason."""
+        pool, url, options = await self._unlimited_get(path)
         try:
-            async with asyncio.timeout(seconds), pool.get(url, **options) as response:
-                return str(response.headers.get("Date", ""))
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return ""
+            async with asyncio.timeout(seconds), pool.request(method, url, **options, **more) as response:
+                return response.status, await _bounded(response.content, max_bytes), response.headers
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return 0, _no_answer(error, seconds), CIMultiDictProxy(CIMultiDict())
 
     @asynccontextmanager
     async def web_socket(
