@@ -16,7 +16,7 @@ from lmcache_cli.commands.connection import ApiConnection
 from lmcache_cli.commands.doctor import view
 from lmcache_cli.commands.doctor.checks import run_checks
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
-from lmcache_cli.commands.doctor.reading import read_engines, read_facts
+from lmcache_cli.commands.doctor.reading import read_engine, read_facts
 from lmcache_cli.commands.doctor.results import Level, Result
 from lmcache_operator.contract.conditions import runbook
 from lmcache_operator.errors import NoAnswerError, NotFoundError
@@ -200,9 +200,9 @@ def test_engines_report_version_and_cache_settings():
         return PodAnswer(200, answers[place[3]])
 
     tls = pod(1, containers=[engine("--ssl-certfile=/tls.crt")])
-    ((first, second), none) = run(read_engines(get, [[pod(), tls], []], seconds=1.0))
+    first, second = (run(read_engine(get, each)) for each in (pod(), tls))
     cache = {"block_size": "16", "engine": "0", "quoted": 'a\\"b'}
-    assert (first.stats, none) == ({"version": "0.32.0", "cache": cache}, [])
+    assert first.stats == {"version": "0.32.0", "cache": cache}
     assert "HTTPS" in second.problem
 
 
@@ -215,7 +215,7 @@ def test_sglang_reports_version_and_settings_at_its_own_port():
         return PodAnswer(200, json.dumps(info).encode())
 
     with_port, without_port = pod(0, containers=[sglang("--port=8000")]), pod(1, containers=[sglang()])
-    ((first, second),) = run(read_engines(get, [[with_port, without_port]], seconds=1.0))
+    first, second = (run(read_engine(get, each)) for each in (with_port, without_port))
     settings = {"page_size": "64", "disable_radix_cache": "False"}
     assert first.stats == second.stats == {"version": "0.5.23", "cache": settings}
     assert asked == [(8000, "/server_info"), (30000, "/server_info")]
@@ -233,7 +233,7 @@ def test_engine_without_an_answer_is_a_problem(answer, problem):
     async def get(*_: Any) -> PodAnswer:
         return answer
 
-    ((figures,),) = run(read_engines(get, [[pod()]], seconds=1.0))
+    figures = run(read_engine(get, pod()))
     assert (figures.problem, bool(figures.stats.get("version"))) == (problem, False)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
+from itertools import chain, islice
 from typing import Any
 from urllib.parse import quote
 
@@ -57,7 +58,8 @@ async def read_facts(connection: ApiConnection, name: str | None, operator_names
     reader = _Reader(connection, name)
     listed = await reader.clusters()
     of_api_server = asyncio.gather(
-        asyncio.gather(*(reader.get(path, right) for path, right in reader.fixed_paths().values())),
+        reader.definitions(),
+        reader.fixed(),
         reader.operators(operator_namespace),
         reader.policies(),
         reader.rights(USER_RIGHTS),
@@ -65,21 +67,18 @@ async def read_facts(connection: ApiConnection, name: str | None, operator_names
     )
     try:
         pods = await reader.clusters_with_pods(listed, of_api_server)
-        fixed_answers, operators, policies, user_rights, offset = await of_api_server
+        definitions, fixed, operators, policies, user_rights, offset = await of_api_server
     finally:
         of_api_server.cancel()  # a read that outlives the connection would print a traceback
-    answers = dict(zip(reader.fixed_paths(), fixed_answers, strict=True))
     return Facts(
         namespace=connection.namespace,
         now=time.time(),
-        definitions={
-            f"{plural}.{GROUP}": answers.pop(f"{plural}.{GROUP}") for plural in (PLURAL, PROFILE_PLURAL)
-        },
+        definitions=definitions,
         listed_clusters=listed,
         api_offset_seconds=offset,
         user_rights=user_rights,
         has_one_cluster=name is not None,
-        **answers,
+        **fixed,
         **pods,
         **operators,
         **policies,
@@ -103,21 +102,29 @@ class _Reader:
         seconds = min(_READ_SECONDS, self._seconds)
         return _answer(*await self._api.read(path, seconds=seconds, max_bytes=_MAX_BYTES), right)
 
-    def fixed_paths(self) -> dict[str, tuple[str, str]]:
-        """Return paths and rights of reads that depend on no other read, by the name of the fact."""
-        definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-        profiles = f"/apis/{GROUP}/{VERSION}/namespaces/{self._namespace}/{PROFILE_PLURAL}"
+    async def each(self, reads: Mapping[str, tuple[str, str]]) -> dict[str, ApiAnswer]:
+        """Read several objects or lists, by any name. ``reads``: the arguments of `get`."""
+        answers = await asyncio.gather(*(self.get(path, right) for path, right in reads.values()))
+        return dict(zip(reads, answers, strict=True))
+
+    async def definitions(self) -> dict[str, ApiAnswer]:
+        """Read the CustomResourceDefinitions, by name."""
+        path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
         right = "get customresourcedefinitions.apiextensions.k8s.io"
-        return {
-            "version": ("/version", "get /version"),
-            "core": ("/api/v1", "get /api/v1"),
-            "groups": ("/apis", "get /apis"),
-            "profiles": (profiles, f"list {PROFILE_PLURAL}.{GROUP}"),
-            **{
-                f"{plural}.{GROUP}": (f"{definitions}/{plural}.{GROUP}", right)
-                for plural in (PLURAL, PROFILE_PLURAL)
-            },
-        }
+        names = (f"{plural}.{GROUP}" for plural in (PLURAL, PROFILE_PLURAL))
+        return await self.each({name: (f"{path}/{name}", right) for name in names})
+
+    async def fixed(self) -> dict[str, Any]:
+        """Read what depends on no other read. Returns fields of `Facts`."""
+        profiles = f"/apis/{GROUP}/{VERSION}/namespaces/{self._namespace}/{PROFILE_PLURAL}"
+        return await self.each(
+            {
+                "version": ("/version", "get /version"),
+                "core": ("/api/v1", "get /api/v1"),
+                "groups": ("/apis", "get /apis"),
+                "profiles": (profiles, f"list {PROFILE_PLURAL}.{GROUP}"),
+            }
+        )
 
     async def clusters(self) -> ApiAnswer:
         """Read the LMCacheClusters as a list. Raises NoAnswerError or NotFoundError."""
@@ -149,36 +156,32 @@ class _Reader:
             )
         )
         known = [resource["metadata"]["name"] for resource in listed.items]
-        engine_pods: dict[str, list[Object]] = {name: [] for name in known}
-        shard_pods: dict[str, list[Object]] = {name: [] for name in known}
-        for pod in of_clusters.items:
-            labels = pod["metadata"].get("labels") or {}
-            by_component = {names.ENGINE: engine_pods, names.REMOTE: shard_pods}
-            listed_pods = by_component.get(labels.get(names.COMPONENT_LABEL, ""), {})
-            listed_pods.get(labels[names.CLUSTER_LABEL], []).append(pod)
-        for pod in injected.items:
-            engine_pods.get(pod["metadata"]["labels"][names.INJECT_LABEL], []).append(pod)
+        pods, shard_pods = dict[str, list[Object]](), dict[str, list[Object]]()
+        for name in known:
+            engine_pods = _labelled(of_clusters, names.selector(name, names.ENGINE))
+            pods[name] = sorted([*engine_pods, *_labelled(injected, {names.INJECT_LABEL: name})], key=natural)
+            shard_pods[name] = sorted(_labelled(of_clusters, names.selector(name, names.REMOTE)), key=natural)
+        ready = {name: [pod for pod in pods[name] if is_ready(pod)][:_MAX_ENGINES] for name in known}
         await asyncio.wait((before,), timeout=_HEAD_START_SECONDS)
         http = PodHttp(self._api, seconds=min(_POD_SECONDS, self._seconds))
-        every_pod = [pod for name in known for pod in sorted(engine_pods[name], key=natural)]
-        engines, figures, *more = await asyncio.gather(
-            read_engines(http.get, [engine_pods[name] for name in known], seconds=self._seconds),
-            read_stats(http.get, every_pod, seconds=self._seconds),
-            *(
-                self._details(resource, engine_pods[resource["metadata"]["name"]])
-                for resource in listed.items
-            ),
+        read_engines = read_each(
+            [*chain(*ready.values())], lambda pod: read_engine(http.get, pod), seconds=self._seconds
         )
-        by_uid = {each.pod["metadata"]["uid"]: each for each in figures}
+        engines, stats, *more = await asyncio.gather(
+            read_engines,
+            read_stats(http.get, [*chain(*pods.values())], seconds=self._seconds),
+            *map(self._details, listed.items, pods.values()),
+        )
+        left_engines, left_stats = iter(engines), iter(stats)
         clusters = [
             ClusterFacts(
                 resource,
-                pods=_of(by_uid, sorted(engine_pods[name], key=natural)),
-                shard_pods=sorted(shard_pods[name], key=natural),
-                engines=of_engines,
+                pods=[*islice(left_stats, len(pods[name]))],
+                shard_pods=shard_pods[name],
+                engines=[*islice(left_engines, len(ready[name]))],
                 **details,
             )
-            for resource, name, of_engines, details in zip(listed.items, known, engines, more, strict=True)
+            for resource, name, details in zip(listed.items, known, more, strict=True)
         ]
         return {"cluster_pods": of_clusters, "injected_pods": injected, "clusters": clusters}
 
@@ -192,8 +195,7 @@ class _Reader:
             details["device_class"] = await self.get(path, "get deviceclasses.resource.k8s.io")
         if uses_nodes(cluster):
             nodes = sorted({node for pod in pods if (node := pod["spec"].get("nodeName"))})[:_MAX_NODES]
-            read = await asyncio.gather(*(self.get(f"/api/v1/nodes/{node}", "get nodes") for node in nodes))
-            details["nodes"] = dict(zip(nodes, read, strict=True))
+            details["nodes"] = await self.each({n: (f"/api/v1/nodes/{n}", "get nodes") for n in nodes})
         return details
 
     async def _trials(self, cluster: ClusterFacts) -> list[PodTrial]:
@@ -312,8 +314,9 @@ def _answer(status: int, body: bytes, right: str) -> ApiAnswer:
     return ApiAnswer(problem=f"HTTP {status}: {text}." if status else f"{text}.")
 
 
-def _of(by_uid: Mapping[str, PodFigures], pods: Sequence[Object]) -> list[PodFigures]:
-    return [by_uid[pod["metadata"]["uid"]] for pod in pods]
+def _labelled(pods: ApiAnswer, labels: Mapping[str, str]) -> list[Object]:
+    """Return the pods that have these labels."""
+    return [pod for pod in pods.items if labels.items() <= (pod["metadata"].get("labels") or {}).items()]
 
 
 def natural(pod: Object) -> tuple[str, int]:
@@ -321,20 +324,8 @@ def natural(pod: Object) -> tuple[str, int]:
     return natural_order(pod["metadata"]["name"])
 
 
-async def read_engines(
-    get: Get, pods_of_clusters: Sequence[Sequence[Object]], *, seconds: float
-) -> list[list[PodFigures]]:
-    """Read some ready engines of each cluster: ``version`` and ``cache`` take the place of /stats."""
-    chosen = [
-        [pod for pod in sorted(pods, key=natural) if is_ready(pod)][:_MAX_ENGINES]
-        for pods in pods_of_clusters
-    ]
-    every_pod = [pod for pods in chosen for pod in pods]
-    figures = iter(await read_each(every_pod, lambda pod: _read(get, pod), seconds=seconds))
-    return [[next(figures) for _ in pods] for pods in chosen]
-
-
-async def _read(get: Get, pod: Object) -> PodFigures:
+async def read_engine(get: Get, pod: Object) -> PodFigures:
+    """Read a ready engine: ``version`` and ``cache`` take the place of /stats."""
     if has_tls(pod):
         return PodFigures(pod, problem="it serves HTTPS, which this command does not read")
     place = pod["metadata"]["namespace"], pod["metadata"]["name"], engine_port(pod)
