@@ -178,7 +178,7 @@ class Loop:
         lowest, highest = setup.bounds
         self.traffic = Traffic(
             "ns", min(lowest, setup.engine_gib or lowest) * GIB, highest * GIB,
-            rate=setup.rate, max_keys=10**7, is_shared=True,
+            rate=setup.rate, max_keys=10**7,
         )  # fmt: skip
         self.size = setup.start
         self.pods = tiers.Service(setup.num_pods, setup.workload.rows(setup.engine_gib * GIB), self._rows())

@@ -70,9 +70,7 @@ class RemoteLoop(Loop):
         super().__init__(setup)
         self.remote_setup = setup
         shards = (setup.counts[0] * setup.shard_gib, setup.counts[-1] * setup.shard_gib)
-        self.traffic = Traffic(
-            "ns", min(setup.start, *shards) * GIB, max(shards) * GIB, max_keys=10**7, is_shared=True
-        )
+        self.traffic = Traffic("ns", min(setup.start, *shards) * GIB, max(shards) * GIB, max_keys=10**7)
         self.traffic.memory(0.0, setup.start * GIB, setup.service, State(usable=1.0))
         self.state = State(usable=setup.first_guess)
         self.pods = setup.pods(setup.start_count)

@@ -18,14 +18,7 @@ class Traffic:
     """Lookups of one namespace. Keys of other namespaces say nothing about these."""
 
     def __init__(
-        self,
-        namespace: str,
-        smallest: float,
-        largest: float,
-        *,
-        rate: float = 1.0,
-        max_keys: int = 16_000,
-        is_shared: bool = False,
+        self, namespace: str, smallest: float, largest: float, *, rate: float = 1.0, max_keys: int = 16_000
     ) -> None:
         """Start with no lookups.
 
@@ -33,12 +26,11 @@ class Traffic:
             smallest, largest: range of sizes that decisions will ask for, in bytes.
             rate: share of the keys to track.
             max_keys: bound of the tracked keys.
-            is_shared: whether to count the tier that all pods share, too.
         """
         self.namespace, self.bounds = namespace, (smallest, largest)
         self.curve = MissRatioCurve(
             max_keys, rate=rate, half_lives=(DAY_HALF_LIFE, FAST_HALF_LIFE, FAST_HALF_LIFE),
-            smallest_bytes=_MIN_USABLE * smallest, largest_bytes=2 * largest, shared=is_shared,
+            smallest_bytes=_MIN_USABLE * smallest, largest_bytes=2 * largest, shared=True,
         )  # fmt: skip
         """Curve of the sampled lookups. The caller feeds those of all pods by time; streams are pods."""
         self._miss_bytes = Window(FAST_HALF_LIFE, 1.0, 2.0)

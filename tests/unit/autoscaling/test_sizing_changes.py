@@ -116,7 +116,7 @@ def test_number_of_pods_is_averaged_over_the_day():
     traffic = loop.sizing.intake.traffic
     assert traffic.num_pods == pytest.approx(2.0)
     state = json.loads(json.dumps(traffic.state()))
-    restored = type(traffic)(traffic.namespace, *traffic.bounds, is_shared=True)
+    restored = type(traffic)(traffic.namespace, *traffic.bounds)
     restored.restore(state)
     assert restored.num_pods == pytest.approx(2.0)
     for hour in range(4):

@@ -48,7 +48,7 @@ def test_scattering_over_sixteen_pods_loses_twenty_percentage_points():
     workload = mooncake(TRACES / "mooncake_conversation_trace.jsonl.gz")
     for route, loss, error in ((scattered(16), 0.20, 0.01), (sticky(16), 0.0, 0.006)):
         setup = Setup(workload, num_pods=16)
-        traffic = Traffic("ns", 16 * GIB, 512 * GIB, max_keys=10**6, is_shared=True)
+        traffic = Traffic("ns", 16 * GIB, 512 * GIB, max_keys=10**6)
         state = State("ns", started=-3600.0, size=64 * GIB, usable=1.0)
         traffic.memory(0.0, 64 * GIB, setup.service, state)
         batch = [(route(request), request) for request in workload.requests]
@@ -64,12 +64,12 @@ def test_restart_forgets_only_the_last_hour():
     """The day's curve is saved. The latest accesses are counted again from samples."""
     workload, route = chat(6, 0.2), sticky(2)
     batch = [(route(request), request) for request in workload.requests]
-    whole, first = (Traffic("ns", 16 * GIB, 512 * GIB, is_shared=True) for _ in range(2))
+    whole, first = (Traffic("ns", 16 * GIB, 512 * GIB) for _ in range(2))
     half = len(batch) // 2
     whole.curve.feed(lookups(workload, batch))
     first.curve.feed(lookups(workload, batch[:half]))
     text = json.dumps(first.state())
-    restarted = Traffic("ns", 16 * GIB, 512 * GIB, is_shared=True)
+    restarted = Traffic("ns", 16 * GIB, 512 * GIB)
     restarted.restore(json.loads(text))
     restarted.curve.feed(lookups(workload, batch))
     for gib in (16, 64, 256):
@@ -86,7 +86,7 @@ def test_restart_forgets_only_the_last_hour():
 
 def test_saved_state_is_small_for_any_amount_of_traffic():
     """Keys have all distances, and are in all groups, from 1 GiB to 4 TiB."""
-    traffic = Traffic("ns", GIB, 4096 * GIB, is_shared=True)
+    traffic = Traffic("ns", GIB, 4096 * GIB)
     random_source = random.Random(0)
     for window in traffic._days():
         for number in range(200_000):

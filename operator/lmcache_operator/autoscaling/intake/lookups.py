@@ -171,7 +171,7 @@ class Intake:
         if present is None or is_other or present.bounds != bounds:
             if is_other:
                 self.prefill.restart(-math.inf)
-            self.traffic = present = Traffic(name, *bounds, max_keys=max_keys, is_shared=True)
+            self.traffic = present = Traffic(name, *bounds, max_keys=max_keys)
             try:
                 present.restore(self._saved_traffic)
             except ValueError:  # none, or of another namespace or other bounds: counting starts again
