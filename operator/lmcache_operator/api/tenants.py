@@ -51,11 +51,6 @@ class DefaultTenant(Part):
     )
     priority: int = field(_PRIORITY_MEANING, **_PRIORITY)
 
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes of a pod's disk tier; 0: no limit."""
-        return _bytes(self.lower_tier_bytes)
-
 
 # Sidecars count the salts without an entry by this name.
 _NOT_DEFAULT = Rule(
@@ -113,11 +108,6 @@ class TenantSpec(Part):
         _LOWER_TIER_MEANING, **size_between("tenants.named[].lowerTierBytes", *_LOWER_TIER_BOUNDS)
     )
     priority: int = field(_PRIORITY_MEANING, **_PRIORITY)
-
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes of a pod's disk tier; 0: no limit."""
-        return _bytes(self.lower_tier_bytes)
 
 
 def _are_distinct(values: Sequence[object]) -> bool:
@@ -209,7 +199,8 @@ TENANTS_STATUS: dict[str, Any] = {"maxItems": MAX_NAMED + 1, **_MAP_BY_NAME}
 """Keywords of the list in the status."""
 
 
-def _bytes(size: str | None) -> int:
+def bytes_of(size: str | None) -> int:
+    """Bytes of a pod's disk tier that a tenant may use; 0: no limit."""
     return 0 if size is None else int(parse_quantity(size))
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 import yaml
 
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.api.tenants import TenantSpec, TenantsSpec
+from lmcache_operator.api.tenants import DefaultTenant, TenantSpec, TenantsSpec, bytes_of
 from lmcache_operator.components.engine.features.base import PodFeature, Volume, count_of, part_of
 from lmcache_operator.components.figures import SHARE_POINTS, percent_of, steady_figures, summable
 from lmcache_operator.contract.base import Observed, Plan, SidecarState
@@ -171,12 +171,7 @@ class TenantBudgets(PodFeature[TenantsReport]):
 
 
 def _file(tenants: TenantsSpec) -> str:
-    default: Object = {
-        "memoryPercent": tenants.default.memory_percent,
-        "minMemoryPercent": 0,
-        "lowerTierBytes": tenants.default.disk_bytes,
-        "priority": tenants.default.priority,
-    }
+    default = _budget(tenants.default, min_percent=0)
     content = {"default": default, "named": [_entry(tenant) for tenant in tenants.named]}
     return str(yaml.safe_dump(content, sort_keys=False))
 
@@ -184,12 +179,15 @@ def _file(tenants: TenantsSpec) -> str:
 def _entry(tenant: TenantSpec) -> Object:
     ref = tenant.salt_secret_ref
     file = f"{paths.SALTS_DIR}/{ref.name}/{ref.key}" if ref else ""
+    salt = {"saltFile": file} if ref else {"saltHash": tenant.salt_hash}
+    return {"name": tenant.name, **salt, **_budget(tenant, tenant.min_memory_percent)}
+
+
+def _budget(tenant: DefaultTenant | TenantSpec, min_percent: int) -> Object:
     return {
-        "name": tenant.name,
-        **({"saltFile": file} if ref else {"saltHash": tenant.salt_hash}),
         "memoryPercent": tenant.memory_percent,
-        "minMemoryPercent": tenant.min_memory_percent,
-        "lowerTierBytes": tenant.disk_bytes,
+        "minMemoryPercent": min_percent,
+        "lowerTierBytes": bytes_of(tenant.lower_tier_bytes),
         "priority": tenant.priority,
     }
 
