@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from lmcache_operator.api.tiers import IssuerRef
-from lmcache_operator.specs import Object
+from lmcache_operator.api.parse import Cluster
+from lmcache_operator.api.tiers import PeerTls, ShardTls
+from lmcache_operator.specs import Object, names
 
 CONTAINER_SECURITY: Object = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 READ_ONLY_SECURITY = CONTAINER_SECURITY | {"readOnlyRootFilesystem": True}
@@ -65,15 +66,20 @@ def network_policy(selector: dict[str, str], *ingress: Object) -> Object:
     return {"ingress": list(ingress), "podSelector": {"matchLabels": selector}, "policyTypes": ["Ingress"]}
 
 
-def certificate(issuer: IssuerRef, host: str, secret_name: str) -> Object:
-    """Spec of cert-manager's Certificate for all pods with names in ``host``."""
-    return {
+def certificates(
+    cluster: Cluster, component: str, name: str, tls: PeerTls | ShardTls | None, host: str, secret_name: str
+) -> list[Object]:
+    """Certificate of cert-manager for all pods with names in ``host``; none without an issuer."""
+    if not tls or not (issuer := tls.issuer_ref):
+        return []
+    spec = {
         "dnsNames": [f"*.{host}"],
         "issuerRef": {"group": issuer.group, "kind": issuer.kind, "name": issuer.name},
         "privateKey": {"rotationPolicy": "Always"},
         "secretName": secret_name,
         "usages": ["digital signature", "key encipherment", "server auth"],
     }
+    return [names.child(cluster, component, "Certificate", name, spec=spec)]
 
 
 def http_probe(path: str, port: int, *, period: int, failures: int, scheme: str | None = None) -> Object:

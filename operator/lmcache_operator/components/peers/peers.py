@@ -16,7 +16,6 @@ from typing import NamedTuple
 import yaml
 
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.api.tiers import PeersTierSpec
 from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
 from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.pods.differences import differences
@@ -112,24 +111,16 @@ def _objects(cluster: Cluster, pods: Sequence[_Pods]) -> list[Object]:
     peers = cluster.spec.tiers.peers
     if peers is None:
         return []
-    objects = list(_certificate(cluster, peers))
+    name, host = names.peers_name(cluster.name), names.engine_host(cluster.name, cluster.namespace)
+    secret = names.peers_certificate(cluster)
+    objects = stateful.certificates(cluster, names.PEERS, name, peers.tls, host, secret)
     if peers.cluster_ref is not None:
         return objects
     listed = [
-        f"{names.engine_name(name)}-{number}.{names.engine_host(name, cluster.namespace)}:{names.PEERS_PORT}"
-        for name, _, num_listed in pods
+        f"{names.engine_name(user)}-{number}.{names.engine_host(user, cluster.namespace)}:{names.PEERS_PORT}"
+        for user, _, num_listed in pods
         for number in range(num_listed)
     ]
     # Sidecars refuse a longer list. Pods of other clusters must not displace the cluster's own pods.
     data = {paths.PEERS_FILE: str(yaml.safe_dump({"peers": listed[:_MAX_PODS]}))}
-    return [
-        names.child(cluster, names.PEERS, "ConfigMap", names.peers_name(cluster.name), data=data),
-        *objects,
-    ]
-
-
-def _certificate(cluster: Cluster, peers: PeersTierSpec) -> Iterator[Object]:
-    if peers.tls and (issuer := peers.tls.issuer_ref):
-        host = names.engine_host(cluster.name, cluster.namespace)
-        spec = stateful.certificate(issuer, host, names.peers_certificate(cluster))
-        yield names.child(cluster, names.PEERS, "Certificate", names.peers_name(cluster.name), spec=spec)
+    return [names.child(cluster, names.PEERS, "ConfigMap", name, data=data), *objects]

@@ -267,13 +267,14 @@ def _objects(
     # Servers are replaced one at a time, so during a change only some of them use TLS.
     secure = {n for n in range(number) if speaks_tls(pods.get(n, template))}
     authority = f"{paths.REMOTE_AUTH_DIR}/{paths.AUTHORITY_FILE}"
+    secret = names.remote_certificate(cluster)
     files = {paths.SHARDS_FILE: shards.document(endpoints, secure, authority)}
     return [
         child("ConfigMap", name, {_SHARDS: str(shards)}, data=files),
         child("Service", name, spec=stateful.headless_service(selector, _PORT)),
         child("NetworkPolicy", name, spec=_network_policy(cluster, managed)),
         child("PodDisruptionBudget", name, spec=stateful.disruption_budget(selector)),
-        *_certificate(cluster, managed, host),
+        *stateful.certificates(cluster, names.REMOTE, name, managed.tls, host, secret),
         child(
             "StatefulSet",
             name,
@@ -281,12 +282,6 @@ def _objects(
             spec=stateful.stateful_set(name, selector, number, template),
         ),
     ]
-
-
-def _certificate(cluster: Cluster, managed: ManagedRemote, host: str) -> Iterator[Object]:
-    if managed.tls and (issuer := managed.tls.issuer_ref):
-        spec = stateful.certificate(issuer, host, names.remote_certificate(cluster))
-        yield names.child(cluster, names.REMOTE, "Certificate", names.remote_name(cluster.name), spec=spec)
 
 
 def _network_policy(cluster: Cluster, managed: ManagedRemote) -> Object:
