@@ -72,8 +72,6 @@ class RefusedResize(NamedTuple):
 class Resizing(NamedTuple):
     """Progress of the resize of all pods of a cluster."""
 
-    wanted: int = 0
-    """Bytes that each memory tier should have."""
     steps: tuple[Resize, ...] = ()
     """Next steps: first of pods whose resize is in progress, then those that start a growth."""
     num_starts: int = 0
@@ -140,9 +138,7 @@ def resizing(pods: Iterable[Object], wanted: int, num_gpus: int, now: datetime) 
             begun.append(step)
             num_growing += memory.annotated < target
     budget = max(0, ceil_div(num_pods, _PODS_PER_START) - num_growing)
-    return Resizing(
-        wanted, (*begun, *starts), budget, tuple(waits), tuple(refused), tuple(followed), tuple(fixed)
-    )
+    return Resizing((*begun, *starts), budget, tuple(waits), tuple(refused), tuple(followed), tuple(fixed))
 
 
 def initial_bytes(pod_or_template: Object) -> int:
@@ -234,9 +230,9 @@ def _resized_at(pod: Object) -> datetime | None:
 
 def _memory_of(pod: Object, num_gpus: int) -> _Memory:
     """The sizes of a pod or of a pod template. Sizes that can't be read are 0."""
-    sidecar = named_sidecar(pod["spec"].get("initContainers"))
-    status = named_sidecar(pod.get("status", {}).get("initContainerStatuses"))
-    env = {item["name"]: item.get("value", "") for item in sidecar.get("env") or ()}
+    sidecar = _named_sidecar(pod["spec"].get("initContainers"))
+    status = _named_sidecar(pod.get("status", {}).get("initContainerStatuses"))
+    env = env_of_sidecar(pod)
     arguments = [text for text in sidecar.get("args") or () if text.startswith(SIZE_ARGUMENT)]
     initial = largest = 0
     with contextlib.suppress(ValueError, LookupError):
@@ -277,6 +273,12 @@ def _bytes(quantity: Any) -> int:
     return 0 if quantity is None else int(parse_quantity(quantity))
 
 
-def named_sidecar(containers: Any) -> Mapping[str, Any]:
+def env_of_sidecar(pod_or_template: Object) -> dict[str, str]:
+    """The variables of the sidecar in a pod or a pod template; empty if it is missing."""
+    variables = _named_sidecar(pod_or_template["spec"].get("initContainers")).get("env") or ()
+    return {item["name"]: item.get("value", "") for item in variables}
+
+
+def _named_sidecar(containers: Any) -> Mapping[str, Any]:
     """The sidecar in a list of containers or of container statuses; empty if it is missing."""
     return next((item for item in containers or () if item["name"] == names.SIDECAR), {})

@@ -10,7 +10,7 @@ from lmcache_operator.api.tiers import DiskTierSpec
 from lmcache_operator.components.engine.features.base import LowerTierFeature, Volume
 from lmcache_operator.contract.base import Observed, SidecarState
 from lmcache_operator.contract.conditions import Condition, failure_of
-from lmcache_operator.pods.resize import named_sidecar
+from lmcache_operator.pods.resize import env_of_sidecar
 from lmcache_operator.specs import Object, paths
 from lmcache_store.common.units import format_mebibytes
 
@@ -40,7 +40,7 @@ class DiskFeature(LowerTierFeature):
 
     def has_former_size(self, pod: Object, template: Object) -> bool:
         """Whether the size in the sidecar's environment differs from the template's."""
-        return _size(pod) != _size(template)
+        return env_of_sidecar(pod).get(_SIZE) != env_of_sidecar(template).get(_SIZE)
 
     def condition(self, observed: Observed, sidecars: Sequence[SidecarState]) -> Condition | None:
         """Whether all disk tiers are in use; None: no sidecar has one."""
@@ -48,12 +48,6 @@ class DiskFeature(LowerTierFeature):
         message = f"All {number} disk tiers are in use."
         failure = failure_of("DiskTierOff", "disk tiers are off", self.lost(sidecars), number)
         return failure or (Condition("True", "Available", message) if number else None)
-
-
-def _size(pod_or_template: Object) -> list[str]:
-    """Size of the disk tier in the sidecar's environment: one value, or none without a disk tier."""
-    variables = named_sidecar(pod_or_template["spec"].get("initContainers")).get("env") or ()
-    return [item.get("value", "") for item in variables if item["name"] == _SIZE]
 
 
 def _ephemeral_volume(disk: DiskTierSpec) -> Object:

@@ -10,7 +10,7 @@ from lmcache_operator.api.types import TOKEN
 from lmcache_operator.components.engine.features.base import PodFeature, Volume
 from lmcache_operator.contract.base import Observed, SidecarState
 from lmcache_operator.contract.conditions import Condition, failure_of, silence_of
-from lmcache_operator.pods.resize import named_sidecar
+from lmcache_operator.pods.resize import env_of_sidecar
 from lmcache_operator.specs import Object, names, paths
 from lmcache_operator.specs.merge import dig
 
@@ -55,7 +55,8 @@ class Tokens(PodFeature[bool]):
         """Whether all sidecars ask for tokens, as the spec wants. None: it does not, or no sidecar runs."""
         if not _is_wanted(observed.resource) or not sidecars:
             return None
-        former = [(str(pod["metadata"]["name"]), "") for pod in observed.pods if not _has_option(pod)]
+        without = [pod for pod in observed.pods if _TOKENS_DIR not in env_of_sidecar(pod)]
+        former = [(str(pod["metadata"]["name"]), "") for pod in without]
         outdated, total = "engine pods do not ask for tokens yet", len(sidecars)
         is_open = [(each.pod, _OPEN) for each in sidecars if each.answers and not self.report(each)]
         problem = "sidecars show their pages to clients without a token"
@@ -84,9 +85,3 @@ def _has_tokens(cluster: Cluster) -> bool:
 def _is_wanted(resource: Object) -> bool:
     """Whether the spec asks for tokens, which may be invalid."""
     return bool(dig(resource, "spec", "sidecar", "httpAuthentication") == TOKEN)
-
-
-def _has_option(pod: Object) -> bool:
-    """Whether a pod's sidecar has the setting."""
-    variables = named_sidecar(pod["spec"].get("initContainers")).get("env") or ()
-    return any(item["name"] == _TOKENS_DIR for item in variables)
