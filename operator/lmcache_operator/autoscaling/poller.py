@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Protocol
 
 from lmcache_operator.api.autoscaling import AUTO, OFF
 from lmcache_operator.api.parse import Cluster, parse
@@ -37,6 +36,7 @@ from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.probe import has_running_sidecar
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import ClusterKey
+from lmcache_operator.stats import StatsClient
 from lmcache_store.common.text import plain
 from lmcache_store.curves import answers as parsing
 
@@ -53,16 +53,6 @@ all pods of a cluster have answered.
 
 A sidecar's ring of 65,536 keys lasts for eight minutes, so an answer usually has a quarter of this limit. A
 sidecar that looks up 20,000 tokens a second reaches the limit after seven minutes."""
-
-
-class Sidecars(Protocol):
-    """Client of the sidecars. Its calls return None if the sidecar does not answer."""
-
-    async def samples(self, address: str, uid: str, question: Mapping[str, int]) -> Any:
-        """Get ``/samples`` of the sidecar at this address, of the cluster with this uid."""
-
-    async def read(self, address: str, uid: str) -> Any:
-        """Get ``/stats`` of this sidecar."""
 
 
 @dataclass
@@ -86,7 +76,7 @@ class Poller:
 
     def __init__(
         self,
-        sidecars: Sidecars,
+        sidecars: StatsClient,
         wake: Callable[[ClusterKey], None],
         *,
         clock: Callable[[], float] = time.time,
