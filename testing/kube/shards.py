@@ -99,7 +99,7 @@ class PodShards(PodProcesses[ShardProcess]):
     ) -> None:
         """``folder`` holds the files that sidecars mount. Servers store 1/``scale`` of their pods' memory."""
         super().__init__(api, namespace, names.selector_text(cluster, names.REMOTE), addresses)
-        self._name, self._folder, self._scale = names.remote_name(cluster), folder, scale
+        self._name, self._folder, self._scale = names.object_name(cluster, names.REMOTE), folder, scale
         self._list = ""
         self.numbers: list[tuple[float, int]] = []
         """Number of shards in the list of sidecars, with the time since when (seconds since 1970)."""

@@ -21,7 +21,7 @@ from lmcache_operator.contract.conditions import Condition, Event, Problem
 from lmcache_operator.policy.report import Report
 from lmcache_operator.specs import Images, Object
 from lmcache_operator.specs.kinds import Ref
-from lmcache_operator.specs.names import ENGINE, ROUTER_IMAGE, SHARD_IMAGE
+from lmcache_operator.specs.names import ENGINE, ROUTER_IMAGE, SHARD_IMAGE, object_name
 from lmcache_operator.specs.ownership import Path
 
 OTHER_ENGINES: Images = {kind.name: kind.image for kind in ENGINE_KINDS.values() if kind != VLLM}
@@ -207,18 +207,21 @@ class Component(ABC):
 
     name: ClassVar[str]
     """Value of the component label, on its objects and on its pods."""
+    kinds: ClassVar[tuple[str, ...]]
+    """Kinds of the objects with the component's name (``names.object_name``), prerequisites first."""
     changes_foreign_pods: ClassVar[bool] = False
     """Whether its objects change users' own pods. They are applied only if no component failed to plan, and
     none before it failed to apply."""
     renders_from_spec_only: ClassVar[bool] = True
     """Whether the spec alone decides which of ``refs`` it creates. If so, absent children need no read."""
 
-    @abstractmethod
     def refs(self, cluster_name: str) -> tuple[Ref, ...]:
         """References to every object that the component may ever create, prerequisites first.
 
-        The names are fixed, so the operator finds an object even if its labels were removed.
+        The names are fixed, so the operator finds an object even if its labels were removed. Secrets are left
+        out, because the operator may not read them.
         """
+        return tuple(Ref(kind, object_name(cluster_name, self.name)) for kind in self.kinds)
 
     def foreign_pods(self, cluster_name: str) -> str:
         """Label selector of users' own pods to report on; empty: none."""

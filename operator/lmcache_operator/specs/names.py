@@ -86,19 +86,14 @@ PEERS_PORT = 9465
 """Port on which a sidecar serves its memory tier to its peers."""
 
 
-def engine_name(cluster_name: str) -> str:
-    """Name of the StatefulSet and of most other objects of the engine pods."""
-    return f"{cluster_name}-engine"
+def object_name(cluster_name: str, component: str) -> str:
+    """Name of all objects of a component, except for those that other functions name."""
+    return f"{cluster_name}-{component}"
 
 
-def engine_host(cluster_name: str, namespace: str) -> str:
-    """Common DNS suffix of the engine pods."""
-    return f"{engine_name(cluster_name)}.{namespace}.svc"
-
-
-def peers_name(cluster_name: str) -> str:
-    """Name of the ConfigMap with the list of peers, and of the Secret with their password."""
-    return f"{cluster_name}-peers"
+def host(cluster_name: str, component: str, namespace: str) -> str:
+    """Common DNS suffix of a component's pods."""
+    return f"{object_name(cluster_name, component)}.{namespace}.svc"
 
 
 def peers_owner(cluster: Cluster) -> str:
@@ -111,7 +106,7 @@ def peers_certificate(cluster: Cluster) -> str:
     """Name of the Secret with the certificate, and the CA, of a cluster's sidecars."""
     peers = cluster.spec.tiers.peers
     secret_ref = peers and peers.tls and peers.tls.secret_ref
-    return secret_ref.name if secret_ref else f"{peers_name(cluster.name)}-tls"
+    return secret_ref.name if secret_ref else f"{object_name(cluster.name, PEERS)}-tls"
 
 
 def config_name(cluster_name: str) -> str:
@@ -124,19 +119,9 @@ def pages_name(cluster_name: str) -> str:
     return f"{cluster_name}-pages"
 
 
-def autoscaling_name(cluster_name: str) -> str:
-    """Name of the ConfigMap with the chosen sizes and the data behind them."""
-    return f"{cluster_name}-autoscaling"
-
-
-def remote_name(cluster_name: str) -> str:
-    """Name of the StatefulSet of shards, and of its ConfigMap (the list), Secret and Service."""
-    return f"{cluster_name}-remote"
-
-
 def remote_tls_name(cluster_name: str) -> str:
     """Default name of the Secret with the certificate of a managed remote tier."""
-    return f"{remote_name(cluster_name)}-tls"
+    return f"{object_name(cluster_name, REMOTE)}-tls"
 
 
 def remote_certificate(cluster: Cluster) -> str:
@@ -146,27 +131,12 @@ def remote_certificate(cluster: Cluster) -> str:
     return secret_ref.name if secret_ref else remote_tls_name(remote_owner(cluster) or "")
 
 
-def remote_host(cluster: Cluster, owner: str) -> str:
-    """Common DNS suffix of the shards of the cluster ``owner``, which is in the cluster's namespace."""
-    return f"{remote_name(owner)}.{cluster.namespace}.svc"
-
-
 def remote_owner(cluster: Cluster) -> str | None:
     """Name of the cluster whose shards a cluster uses: its own, or another's; None: no managed shards."""
     remote = cluster.spec.tiers.remote
     if remote is None or remote.external is not None:
         return None
     return remote.cluster_ref.name if remote.cluster_ref else cluster.name
-
-
-def router_name(cluster_name: str) -> str:
-    """Name of the router's Deployment, and of all its other objects."""
-    return f"{cluster_name}-router"
-
-
-def injection_name(cluster_name: str) -> str:
-    """Name of the LMCacheProfile, which lists the additions to users' own pods."""
-    return f"{cluster_name}-injection"
 
 
 def selector(cluster_name: str, component: str) -> dict[str, str]:
@@ -191,11 +161,21 @@ def labels(cluster: Cluster, component: str) -> dict[str, str]:
 
 
 def child(
-    cluster: Cluster, component: str, kind: str, name: str, annotations: Object | None = None, **content: Any
+    cluster: Cluster,
+    component: str,
+    kind: str,
+    name: str = "",
+    *,
+    annotations: Object | None = None,
+    **content: Any,
 ) -> Object:
-    """Build an object that the cluster owns. It is deleted with the cluster, even if the operator is down."""
+    """Build an object that the cluster owns. It is deleted with the cluster, even if the operator is down.
+
+    ``name``: see ``object_name``, which is the default.
+    """
     owner: Object = {"apiVersion": API_VERSION, "kind": KIND, "name": cluster.name, "uid": cluster.uid}
     owner |= {"controller": True, "blockOwnerDeletion": True}
+    name = name or object_name(cluster.name, component)
     metadata: Object = {"name": name, "namespace": cluster.namespace}
     metadata |= {"labels": labels(cluster, component), "ownerReferences": [owner]}
     metadata["annotations"] = annotations or {}

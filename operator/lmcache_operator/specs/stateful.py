@@ -16,14 +16,14 @@ def pod_security(uid: int, **fields: object) -> Object:
     return fields | {"runAsGroup": uid, "runAsNonRoot": True, "runAsUser": uid, "seccompProfile": profile}
 
 
-def stateful_set(name: str, selector: dict[str, str], replicas: int, template: Object) -> Object:
+def stateful_set(cluster: Cluster, component: str, replicas: int, template: Object) -> Object:
     """Pods that start in parallel. The operator replaces outdated pods itself, one at a time."""
     return {
         "updateStrategy": {"type": "OnDelete"},
         "podManagementPolicy": "Parallel",
         "replicas": replicas,
-        "selector": {"matchLabels": selector},
-        "serviceName": name,
+        "selector": {"matchLabels": names.selector(cluster.name, component)},
+        "serviceName": names.object_name(cluster.name, component),
         "template": template,
     }
 
@@ -67,7 +67,7 @@ def network_policy(selector: dict[str, str], *ingress: Object) -> Object:
 
 
 def certificates(
-    cluster: Cluster, component: str, name: str, tls: PeerTls | ShardTls | None, host: str, secret_name: str
+    cluster: Cluster, component: str, tls: PeerTls | ShardTls | None, host: str, secret_name: str
 ) -> list[Object]:
     """Certificate of cert-manager for all pods with names in ``host``; none without an issuer."""
     if not tls or not (issuer := tls.issuer_ref):
@@ -79,7 +79,7 @@ def certificates(
         "secretName": secret_name,
         "usages": ["digital signature", "key encipherment", "server auth"],
     }
-    return [names.child(cluster, component, "Certificate", name, spec=spec)]
+    return [names.child(cluster, component, "Certificate", spec=spec)]
 
 
 def http_probe(path: str, port: int, *, period: int, failures: int, scheme: str | None = None) -> Object:

@@ -16,7 +16,6 @@ from lmcache_operator.contract.conditions import Condition, Event, former_condit
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.policy.report import Choice, Report, Saved, restore, save, steady
 from lmcache_operator.specs import Object, names
-from lmcache_operator.specs.kinds import Ref
 
 _SAVED_IN = "savedIn"
 _ACTIVE = "AutoscalingActive"
@@ -27,11 +26,8 @@ class Autoscaling(Component):
     """ConfigMap, status, condition and Events of autoscaling."""
 
     name = names.AUTOSCALING
+    kinds = ("ConfigMap",)
     renders_from_spec_only = False
-
-    def refs(self, cluster_name: str) -> tuple[Ref, ...]:
-        """Refer to the one ConfigMap."""
-        return (Ref("ConfigMap", names.autoscaling_name(cluster_name)),)
 
     def with_chosen_sizes(self, cluster: Cluster, observed: Observed) -> Cluster:
         """Return the cluster with the chosen sizes, limited to the present bounds.
@@ -59,8 +55,7 @@ class Autoscaling(Component):
     def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
         """Write the ConfigMap for a new choice, and else at most once an hour; delete it if mode is Off."""
         data = {} if cluster.spec.autoscaling.mode == OFF else _data(observed)
-        name = names.autoscaling_name(cluster.name)
-        wanted = [names.child(cluster, self.name, "ConfigMap", name, data=dict(data))] if data else []
+        wanted = [names.child(cluster, self.name, "ConfigMap", data=dict(data))] if data else []
         return replace(differences(wanted, observed), fields={"mode": cluster.spec.autoscaling.mode})
 
     def status(self, observed: Observed, plan: Plan) -> ComponentStatus:

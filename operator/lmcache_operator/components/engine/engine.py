@@ -40,13 +40,15 @@ class Engine(Component):
     """The engine pods of a cluster, and the objects that belong to them."""
 
     name = names.ENGINE
+    kinds = (
+        "ServiceAccount", "Service", "NetworkPolicy", "PodDisruptionBudget", "ResourceClaimTemplate",
+        "StatefulSet",
+    )  # fmt: skip
 
     def refs(self, cluster_name: str) -> tuple[Ref, ...]:
         """Children in creation order; the StatefulSet is last."""
-        engine = names.engine_name(cluster_name)
         config_and_service = Ref("ConfigMap", names.config_name(cluster_name)), Ref("Service", cluster_name)
-        kinds = ("ServiceAccount", "Service", "NetworkPolicy", "PodDisruptionBudget", "ResourceClaimTemplate")
-        return (*config_and_service, *(Ref(kind, engine) for kind in (*kinds, "StatefulSet")))
+        return (*config_and_service, *super().refs(cluster_name))
 
     def referred(self, resource: Object) -> str:
         """Name of the cluster that a feature uses; empty: none. At most one feature can refer to one."""
@@ -59,7 +61,7 @@ class Engine(Component):
         return self._children(cluster, context, context.images_for(cluster))
 
     def _children(self, cluster: Cluster, context: Context, default_images: Images) -> list[Object]:
-        child, engine = partial(names.child, cluster, names.ENGINE), names.engine_name(cluster.name)
+        child = partial(names.child, cluster, names.ENGINE)
         # Sidecars follow only the files of features.
         config = {"sidecar.yaml": _sidecar_yaml(cluster)} | merged(lambda each: each.files(cluster))
         selector, policy = names.selector(cluster.name, names.ENGINE), _network_policy(cluster, context)
@@ -68,18 +70,18 @@ class Engine(Component):
         transfer = planned_transfer(cluster, context.allow_all_gpus)
         images, hashed = resolved_images(cluster, default_images), spec_hash(cluster, default_images)
         template = pod_template(cluster, images, hashed, transfer, _memory_size(cluster))
-        stateful_set = stateful.stateful_set(engine, selector, cluster.engine.replicas, template)
+        stateful_set = stateful.stateful_set(cluster, names.ENGINE, cluster.engine.replicas, template)
         claim = claim_spec(cluster)
         return [
             # The ServiceAccount has no token, because engine and sidecar never talk to the API server.
-            child("ServiceAccount", engine, automountServiceAccountToken=False),
+            child("ServiceAccount", automountServiceAccountToken=False),
             child("ConfigMap", names.config_name(cluster.name), data=config),
-            child("Service", engine, spec=stateful.headless_service(selector, _HTTP_PORT, _METRICS_PORT)),
+            child("Service", spec=stateful.headless_service(selector, _HTTP_PORT, _METRICS_PORT)),
             child("Service", cluster.name, spec=client_service),
-            child("NetworkPolicy", engine, spec=policy),
-            child("PodDisruptionBudget", engine, spec=stateful.disruption_budget(selector)),
-            *([child("ResourceClaimTemplate", engine, spec=claim)] if claim else []),
-            child("StatefulSet", engine, recorded, spec=stateful_set),
+            child("NetworkPolicy", spec=policy),
+            child("PodDisruptionBudget", spec=stateful.disruption_budget(selector)),
+            *([child("ResourceClaimTemplate", spec=claim)] if claim else []),
+            child("StatefulSet", annotations=recorded, spec=stateful_set),
         ]
 
     def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
@@ -89,7 +91,7 @@ class Engine(Component):
         """
         if cluster.spec.engine is None:
             return Plan()
-        live = observed.children.get(Ref("StatefulSet", names.engine_name(cluster.name)))
+        live = observed.children.get(Ref("StatefulSet", names.object_name(cluster.name, self.name)))
         for feature in FEATURES:
             feature.check_change(observed, live)
         present = context.images_for(cluster)

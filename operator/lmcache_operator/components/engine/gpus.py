@@ -64,7 +64,7 @@ def pod_claims(cluster: Cluster) -> Object:
     """Resource claims in the pod's spec; empty without a claim."""
     if not has_claim(cluster):
         return {}
-    template = names.engine_name(cluster.name)
+    template = names.object_name(cluster.name, names.ENGINE)
     return {"resourceClaims": [{"name": CLAIM, "resourceClaimTemplateName": template}]}
 
 

@@ -78,7 +78,7 @@ def _pod_spec(cluster: Cluster, images: Images, transfer: gpus.Transfer, size: M
         "enableServiceLinks": False,
         "initContainers": [sidecar | _sidecar(cluster, transfer, size), payload | _payload(cluster)],
         "securityContext": stateful.pod_security(_UID, fsGroup=_UID, fsGroupChangePolicy="OnRootMismatch"),
-        "serviceAccountName": names.engine_name(cluster.name),
+        "serviceAccountName": names.object_name(cluster.name, names.ENGINE),
         "terminationGracePeriodSeconds": ending.grace,
         # A source that the user gives may have a name, too. The operator's name replaces it and stays first.
         "volumes": [{"name": vol.name} | vol.source | {"name": vol.name} for vol in volumes],

@@ -24,7 +24,7 @@ from lmcache_operator.pods.resize import Resizing
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.merge import dig
-from lmcache_operator.specs.names import ENGINE, engine_name, selector_text
+from lmcache_operator.specs.names import ENGINE, object_name, selector_text
 from lmcache_store.common.units import format_size
 
 _DEADLINE: Final = "ProgressDeadlineExceeded"
@@ -82,7 +82,7 @@ def _is_trouble(condition: Condition) -> bool:
 def _num_desired(observed: Observed, plan: Plan) -> int:
     """Number of engine pods that the spec asks for; of the StatefulSet while the spec is invalid."""
     if any(problem.reason == "InvalidSpec" for problem in plan.problems):
-        live = observed.children.get(Ref("StatefulSet", engine_name(observed.name)))
+        live = observed.children.get(Ref("StatefulSet", object_name(observed.name, ENGINE)))
         return int(live["spec"].get("replicas", 1)) if live else len(observed.pods)
     replicas = (observed.resource["spec"].get("engine") or {}).get("replicas")
     return 1 if replicas is None else int(replicas)

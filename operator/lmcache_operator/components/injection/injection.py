@@ -19,7 +19,6 @@ from lmcache_operator.contract.conditions import Problem, problem_message
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.pods.pods import pod_problems
 from lmcache_operator.specs import Object, names
-from lmcache_operator.specs.kinds import Ref
 from lmcache_store.common.text import plain
 
 _INSUFFICIENT = re.compile(r"Insufficient (memory|ephemeral-storage)")
@@ -33,11 +32,8 @@ class Injection(Component):
     """The additions to users' own pods, and the status of these pods."""
 
     name = names.INJECTION
+    kinds = (PROFILE_KIND,)
     changes_foreign_pods = True
-
-    def refs(self, cluster_name: str) -> tuple[Ref, ...]:
-        """Reference to the LMCacheProfile."""
-        return (Ref(PROFILE_KIND, names.injection_name(cluster_name)),)
 
     def foreign_pods(self, cluster_name: str) -> str:
         """Label selector of the pods that ask for this cluster's cache."""
@@ -50,8 +46,8 @@ class Injection(Component):
         """
         if cluster.spec.engine is None:
             return []
-        name, declared = names.injection_name(cluster.name), replace(cluster, chosen=AS_DECLARED)
-        return [names.child(cluster, self.name, PROFILE_KIND, name, template=profile(declared, context))]
+        template = profile(replace(cluster, chosen=AS_DECLARED), context)
+        return [names.child(cluster, self.name, PROFILE_KIND, template=template)]
 
     def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
         """Apply or delete the LMCacheProfile."""

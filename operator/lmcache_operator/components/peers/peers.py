@@ -21,7 +21,6 @@ from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.specs import Object, names, paths, stateful
 from lmcache_operator.specs.cluster_refs import referred, why_no_peers
-from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.merge import dig
 
 _MAX_PODS = 1000
@@ -42,10 +41,7 @@ class Peers(Component):
     """The list of engine pods that read each other's memory tiers, and their password."""
 
     name = names.PEERS
-
-    def refs(self, cluster_name: str) -> tuple[Ref, ...]:
-        """References to the list and the certificate. The operator may not read the Secret."""
-        return tuple(Ref(kind, names.peers_name(cluster_name)) for kind in ("ConfigMap", "Certificate"))
+    kinds = ("ConfigMap", "Certificate")
 
     def referred(self, resource: Object) -> str:
         """Name of the cluster whose list this one uses; empty: none."""
@@ -76,7 +72,7 @@ class Peers(Component):
         may_be_missing = due.lost or _count(observed.resource, "readyReplicas") < cluster.engine.replicas
         are_leaving = any(each.num_listed > each.num_wanted for each in pods)
         # A Secret that the user created is used as it is.
-        secret = names.child(cluster, names.PEERS, "Secret", names.peers_name(cluster.name))
+        secret = names.child(cluster, names.PEERS, "Secret")
         return replace(
             due,
             make=(secret,) if may_be_missing else (),
@@ -111,16 +107,16 @@ def _objects(cluster: Cluster, pods: Sequence[_Pods]) -> list[Object]:
     peers = cluster.spec.tiers.peers
     if peers is None:
         return []
-    name, host = names.peers_name(cluster.name), names.engine_host(cluster.name, cluster.namespace)
-    secret = names.peers_certificate(cluster)
-    objects = stateful.certificates(cluster, names.PEERS, name, peers.tls, host, secret)
+    host, secret = names.host(cluster.name, names.ENGINE, cluster.namespace), names.peers_certificate(cluster)
+    objects = stateful.certificates(cluster, names.PEERS, peers.tls, host, secret)
     if peers.cluster_ref is not None:
         return objects
     listed = [
-        f"{names.engine_name(user)}-{number}.{names.engine_host(user, cluster.namespace)}:{names.PEERS_PORT}"
+        f"{names.object_name(user, names.ENGINE)}-{number}."
+        f"{names.host(user, names.ENGINE, cluster.namespace)}:{names.PEERS_PORT}"
         for user, _, num_listed in pods
         for number in range(num_listed)
     ]
     # Sidecars refuse a longer list. Pods of other clusters must not displace the cluster's own pods.
     data = {paths.PEERS_FILE: str(yaml.safe_dump({"peers": listed[:_MAX_PODS]}))}
-    return [names.child(cluster, names.PEERS, "ConfigMap", name, data=data), *objects]
+    return [names.child(cluster, names.PEERS, "ConfigMap", data=data), *objects]

@@ -23,7 +23,6 @@ from lmcache_operator.contract.conditions import Condition, Problem, Reason, Tro
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.specs import Images, Object, names
-from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.merge import dig
 
 _AVAILABLE = "PrefillAvailable"
@@ -35,10 +34,7 @@ class PrefillPods(Component):
     """The LMCacheCluster of the pods that only compute prompts."""
 
     name = names.PREFILL
-
-    def refs(self, cluster_name: str) -> tuple[Ref, ...]:
-        """Reference to the LMCacheCluster."""
-        return (_ref(cluster_name),)
+    kinds = (KIND,)
 
     def render(self, cluster: Cluster, context: Context) -> list[Object]:
         """The LMCacheCluster; none without ``spec.engine.prefill``."""
@@ -57,8 +53,9 @@ class PrefillPods(Component):
 
     def status(self, observed: Observed, plan: Plan) -> ComponentStatus:
         """Status of the prefill pods, as their LMCacheCluster reports it."""
-        child = observed.children.get(_ref(observed.name))
-        if child is None or _ref(observed.name) in plan.delete:
+        ref, *_ = self.refs(observed.name)
+        child = observed.children.get(ref)
+        if child is None or ref in plan.delete:
             return ComponentStatus()
         status = child.get("status") or {}
         num_pods, num_ready = status.get("replicas", 0), status.get("readyReplicas", 0)
@@ -89,10 +86,6 @@ class PrefillPods(Component):
         )
 
 
-def _ref(cluster_name: str) -> Ref:
-    return Ref(KIND, prefill_name(cluster_name))
-
-
 def _progressing(child: Object, reported: Object, count: str) -> Condition:
     generation = child["metadata"].get("generation")
     if reported.get("observedGeneration") != generation:
@@ -107,8 +100,8 @@ def _objects(cluster: Cluster, images: Images, context: Context) -> list[Object]
     if cluster.spec.engine is None or cluster.engine.prefill is None:
         return []
     annotations = {EVENTS_FOR: cluster.events_reader} if cluster.events_reader else {}
-    name = prefill_name(cluster.name)
-    child = names.child(cluster, names.PREFILL, KIND, name, annotations, spec=_spec(cluster, images))
+    spec = _spec(cluster, images)
+    child = names.child(cluster, names.PREFILL, KIND, annotations=annotations, spec=spec)
     try:
         Engine().render(parse(child), context)
     except InvalidSpecError as error:

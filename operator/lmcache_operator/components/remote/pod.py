@@ -123,7 +123,7 @@ def pod_template(cluster: Cluster, managed: ManagedRemote, image: str, spec_hash
         "securityContext": stateful.pod_security(_UID, fsGroup=_UID),
         "terminationGracePeriodSeconds": 10,
         "volumes": [
-            {"name": "auth", "secret": {"secretName": names.remote_name(cluster.name)}},
+            {"name": "auth", "secret": {"secretName": names.object_name(cluster.name, names.REMOTE)}},
             {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
         ],
         **cluster.spec.images.of_pod,

@@ -52,11 +52,7 @@ class Remote(Component):
     """The shards of a managed remote tier."""
 
     name = names.REMOTE
-
-    def refs(self, cluster_name: str) -> tuple[Ref, ...]:
-        """References to all children except the Secret, which the operator may not read."""
-        kinds = ("ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "Certificate", "StatefulSet")
-        return tuple(Ref(kind, names.remote_name(cluster_name)) for kind in kinds)
+    kinds = ("ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "Certificate", "StatefulSet")
 
     def referred(self, resource: Object) -> str:
         """Name of the cluster whose shards this one uses; empty: none."""
@@ -91,7 +87,7 @@ class Remote(Component):
         due, template = differences(wanted, observed), wanted[-1]["spec"]["template"]
         evict, seconds = _eviction(live, observed, template, shards)
         # A Secret that the user created is used as it is.
-        secret = names.child(cluster, names.REMOTE, "Secret", names.remote_name(cluster.name))
+        secret = names.child(cluster, names.REMOTE, "Secret")
         return replace(
             due,
             make=() if len(ready) >= _num_servers(cluster, shards) else (secret,),
@@ -143,7 +139,7 @@ class Remote(Component):
 
 def listed_shards(observed: Observed) -> ShardCounts | None:
     """The list of shards in effect; None: there is no valid list."""
-    config = observed.children.get(Ref("ConfigMap", names.remote_name(observed.name)))
+    config = observed.children.get(Ref("ConfigMap", names.object_name(observed.name, names.REMOTE)))
     return ShardCounts.parse(names.annotations_of(config).get(_SHARDS, "")) if config else None
 
 
@@ -256,31 +252,27 @@ def _eviction(
 def _objects(
     cluster: Cluster, managed: ManagedRemote, default: str, shards: ShardCounts, pods: Mapping[int, Object]
 ) -> list[Object]:
-    child, name = partial(names.child, cluster, names.REMOTE), names.remote_name(cluster.name)
+    child, name = partial(names.child, cluster, names.REMOTE), names.object_name(cluster.name, names.REMOTE)
     selector = names.selector(cluster.name, names.REMOTE)
     number, image = _num_servers(cluster, shards), managed.image or default
     hashed = {key: value for key, value in declared(managed).items() if key not in _NOT_OF_A_POD}
     hashed |= {"image": image} | cluster.spec.images.of_pod
     template = pod_template(cluster, managed, image, names.digest(hashed))
-    host = names.remote_host(cluster, cluster.name)
+    host = names.host(cluster.name, names.REMOTE, cluster.namespace)
     endpoints = [f"{name}-{n}.{host}:{names.REMOTE_PORT}" for n in range(number)]
     # Servers are replaced one at a time, so during a change only some of them use TLS.
     secure = {n for n in range(number) if speaks_tls(pods.get(n, template))}
     authority = f"{paths.REMOTE_AUTH_DIR}/{paths.AUTHORITY_FILE}"
     secret = names.remote_certificate(cluster)
     files = {paths.SHARDS_FILE: shards.document(endpoints, secure, authority)}
+    stateful_set = stateful.stateful_set(cluster, names.REMOTE, number, template)
     return [
-        child("ConfigMap", name, {_SHARDS: str(shards)}, data=files),
-        child("Service", name, spec=stateful.headless_service(selector, _PORT)),
-        child("NetworkPolicy", name, spec=_network_policy(cluster, managed)),
-        child("PodDisruptionBudget", name, spec=stateful.disruption_budget(selector)),
-        *stateful.certificates(cluster, names.REMOTE, name, managed.tls, host, secret),
-        child(
-            "StatefulSet",
-            name,
-            recorded(names.REMOTE, default),
-            spec=stateful.stateful_set(name, selector, number, template),
-        ),
+        child("ConfigMap", annotations={_SHARDS: str(shards)}, data=files),
+        child("Service", spec=stateful.headless_service(selector, _PORT)),
+        child("NetworkPolicy", spec=_network_policy(cluster, managed)),
+        child("PodDisruptionBudget", spec=stateful.disruption_budget(selector)),
+        *stateful.certificates(cluster, names.REMOTE, managed.tls, host, secret),
+        child("StatefulSet", annotations=recorded(names.REMOTE, default), spec=stateful_set),
     ]
 
 

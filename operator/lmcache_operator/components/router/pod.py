@@ -66,7 +66,7 @@ def pod_template(cluster: Cluster, router: Router, image: str) -> Object:
         "containers": [_container(cluster, router, image)],
         "enableServiceLinks": False,
         "securityContext": stateful.pod_security(_UID),
-        "serviceAccountName": names.router_name(cluster.name),
+        "serviceAccountName": names.object_name(cluster.name, names.ROUTER),
         "terminationGracePeriodSeconds": _DRAIN_SECONDS,
         **cluster.spec.images.of_pod,
     }

@@ -33,11 +33,10 @@ class Routing(Component):
     """The router in front of a cluster's engines."""
 
     name = names.ROUTER
-
-    def refs(self, cluster_name: str) -> tuple[Ref, ...]:
-        """References to all children. The Deployment is last."""
-        kinds = ("ServiceAccount", "Role", "RoleBinding", "Service", "NetworkPolicy", "PodDisruptionBudget")
-        return tuple(Ref(kind, names.router_name(cluster_name)) for kind in (*kinds, "Deployment"))
+    kinds = (
+        "ServiceAccount", "Role", "RoleBinding", "Service", "NetworkPolicy", "PodDisruptionBudget",
+        "Deployment",
+    )  # fmt: skip
 
     def referred(self, resource: Object) -> str:
         """Name of the cluster of prefill pods; empty: none."""
@@ -68,7 +67,7 @@ class Routing(Component):
     def status(self, observed: Observed, plan: Plan) -> ComponentStatus:
         """Status of the router's pods, as the Deployment's controller reports them."""
         live = _deployment(observed)
-        if live is None or Ref("Deployment", names.router_name(observed.name)) in plan.delete:
+        if live is None or _ref(observed) in plan.delete:
             return ComponentStatus()
         wanted, status = live["spec"].get("replicas", 1), live.get("status") or {}
         num_ready, num_pods = status.get("readyReplicas", 0), status.get("replicas", 0)
@@ -107,8 +106,12 @@ def had_prefill_pods(resource: Object) -> bool:
     return bool(dig(resource, "status", "router", "pools") == 2)
 
 
+def _ref(observed: Observed) -> Ref:
+    return Ref("Deployment", names.object_name(observed.name, names.ROUTER))
+
+
 def _deployment(observed: Observed) -> Object | None:
-    return observed.children.get(Ref("Deployment", names.router_name(observed.name)))
+    return observed.children.get(_ref(observed))
 
 
 def _may_use_prefill_pods(observed: Observed) -> bool:
@@ -137,27 +140,19 @@ def _failure(status: Object) -> str:
 
 
 def _objects(cluster: Cluster, router: Router, default: str) -> list[Object]:
-    child, name = partial(names.child, cluster, names.ROUTER), names.router_name(cluster.name)
+    child, name = partial(names.child, cluster, names.ROUTER), names.object_name(cluster.name, names.ROUTER)
     selector = names.selector(cluster.name, names.ROUTER)
+    role = {"apiGroup": _RBAC, "kind": "Role", "name": name}
     account = {"kind": "ServiceAccount", "name": name, "namespace": cluster.namespace}
+    image, spec = recorded(names.ROUTER, default), _deployment_spec(cluster, router, default)
     return [
-        child("ServiceAccount", name, automountServiceAccountToken=False),
-        child("Role", name, rules=_RULES),
-        child(
-            "RoleBinding",
-            name,
-            roleRef={"apiGroup": _RBAC, "kind": "Role", "name": name},
-            subjects=[account],
-        ),
-        child("Service", name, spec={"ports": _PORTS, "selector": selector}),
-        child("NetworkPolicy", name, spec=_network_policy(cluster, selector)),
-        child("PodDisruptionBudget", name, spec=stateful.disruption_budget(selector)),
-        child(
-            "Deployment",
-            name,
-            recorded(names.ROUTER, default),
-            spec=_deployment_spec(cluster, router, default),
-        ),
+        child("ServiceAccount", automountServiceAccountToken=False),
+        child("Role", rules=_RULES),
+        child("RoleBinding", roleRef=role, subjects=[account]),
+        child("Service", spec={"ports": _PORTS, "selector": selector}),
+        child("NetworkPolicy", spec=_network_policy(cluster, selector)),
+        child("PodDisruptionBudget", spec=stateful.disruption_budget(selector)),
+        child("Deployment", annotations=image, spec=spec),
     ]
 
 

@@ -61,7 +61,7 @@ def injected_pods(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     pods = [figures.pod for figures in cluster.pods if cluster_of(figures.pod) == cluster.name]
     if not pods:
         return
-    profile = names.injection_name(cluster.name)
+    profile = names.object_name(cluster.name, names.INJECTION)
     if facts.profiles.is_known and profile not in [each["metadata"]["name"] for each in facts.profiles.items]:
         text = f"The LMCacheProfile {profile} is missing, so new pods get no cache."
         yield failure(name, text, "Check that the operator runs.", "LMCacheOperatorDown")

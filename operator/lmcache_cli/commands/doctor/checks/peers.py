@@ -19,7 +19,7 @@ def reachable(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     name, problems = "peersReachable", []
     has_tls = dig(cluster.resource, "spec", "tiers", "peers", "tls") is not None
     certificates = ", and that the certificates of both pods are valid and of the same authority"
-    secret = names.peers_name(referred(cluster.resource, "peers") or cluster.name)
+    secret = names.object_name(referred(cluster.resource, "peers") or cluster.name, names.PEERS)
     parts = {figures.name: merge.part(figures.stats, "peers") for figures in cluster.pods}
     parts = {pod: part for pod, part in parts.items() if part}
     for pod, part in parts.items():

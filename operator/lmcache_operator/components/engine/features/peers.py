@@ -43,7 +43,7 @@ class PeersFeature(PodFeature[bool]):
         """Options of the tier. Injected sidecars must not get them: their pods have no stable names."""
         if (peers := cluster.spec.tiers.peers) is None:
             return {}
-        host = names.engine_host(cluster.name, cluster.namespace)
+        host = names.host(cluster.name, names.ENGINE, cluster.namespace)
         env = {
             "LMCACHE_PEERS_FILE": f"{paths.PEERS_DIR}/{paths.PEERS_FILE}",
             "LMCACHE_PEER_NAME": f"$({POD_NAME}).{host}:{names.PEERS_PORT}",
@@ -58,7 +58,7 @@ class PeersFeature(PodFeature[bool]):
         """List, password and certificate. All are optional: without them, the engine runs without peers."""
         if (peers := cluster.spec.tiers.peers) is None:
             return
-        name = names.peers_name(names.peers_owner(cluster))
+        name = names.object_name(names.peers_owner(cluster), names.PEERS)
         key = {"key": "password", "path": "password"}
         password = {"secret": {"items": [key], "secretName": name, "optional": True}}
         listed = {"configMap": {"name": name, "optional": True}}

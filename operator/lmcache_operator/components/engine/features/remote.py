@@ -37,7 +37,7 @@ class RemoteFeature(LowerTierFeature):
             config["remote_url"] = external.url
         if owner := names.remote_owner(cluster):
             # Sidecars use this host only while they have no list of shards; it also helps people who debug.
-            host = names.remote_host(cluster, owner)
+            host = names.host(owner, names.REMOTE, cluster.namespace)
             config["remote_url"] = f"redis://{names.REMOTE_USER}@{host}:{names.REMOTE_PORT}"
             config["remote_shards_file"] = f"{paths.REMOTE_DIR}/{paths.SHARDS_FILE}"
             config["remote_password_file"] = f"{paths.REMOTE_AUTH_DIR}/password"
@@ -51,8 +51,9 @@ class RemoteFeature(LowerTierFeature):
         """The list of shards, and the credentials."""
         if owner := names.remote_owner(cluster):
             # All sources are optional: if one is missing, the engine runs, and has no remote tier.
-            listed = {"configMap": {"name": names.remote_name(owner), "optional": True}}
-            secrets = {"password": names.remote_name(owner)}
+            name = names.object_name(owner, names.REMOTE)
+            listed = {"configMap": {"name": name, "optional": True}}
+            secrets = {"password": name}
             secrets[paths.AUTHORITY_FILE] = names.remote_certificate(cluster)
             sources = [
                 {"secret": {"items": [{"key": key, "path": key}], "name": name, "optional": True}}
