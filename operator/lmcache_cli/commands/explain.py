@@ -14,6 +14,7 @@ from lmcache_cli.commands.gather import (
     PodFigures,
     gather,
     missing_rights,
+    objects_in,
     pods_of,
     read_each,
     read_page,
@@ -28,6 +29,7 @@ from lmcache_store.explain import merge, tables, tenants
 from lmcache_store.explain.benefit import usd_per_token
 from lmcache_store.explain.findings import findings
 
+_MAX_REQUESTS = 1000
 _ABOUT = """\
 Show where the tokens of all prompts came from, why the others were computed, and what to do about it.
 
@@ -149,14 +151,13 @@ async def _explain_request(connected: connection.ApiConnection, arguments: argpa
 
 
 def _requests(answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the requests of an answer that can be shown. Pods are not trusted."""
-    listed = answer.get("requests")
+    """Return the requests of an answer that can be shown."""
     return [
         {
             **request,
             "common_tokens": int(merge.count(request.get("common_tokens"))),
             "tokens": dict(merge.totals([request], "tokens")),
         }
-        for request in (listed if isinstance(listed, list) else ())
-        if isinstance(request, Mapping) and isinstance(request.get("request_id"), str)
+        for request in objects_in(answer, "requests", _MAX_REQUESTS)
+        if isinstance(request.get("request_id"), str)
     ]

@@ -136,6 +136,13 @@ async def read_page(get: Get, pod: Object, path: str) -> PodFigures:
     return PodFigures(pod, stats, answered_at=time.time())
 
 
+def objects_in(part: Mapping[str, Any], name: str, max_items: int) -> list[Mapping[str, Any]]:
+    """Return the first objects of a list in a sidecar's answer. Pods are not trusted."""
+    value = part.get(name)
+    listed = value[:max_items] if isinstance(value, list) else []
+    return [each for each in listed if isinstance(each, Mapping)]
+
+
 def sidecar_port(pod: Object) -> int | None:
     """Return the port of the sidecar's HTTP server; None if the pod has no sidecar."""
     containers = [*(pod["spec"].get("initContainers") or ()), *(pod["spec"].get("containers") or ())]

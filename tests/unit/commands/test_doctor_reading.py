@@ -257,7 +257,7 @@ def test_document_is_the_same_in_json_and_yaml():
     assert yaml.safe_load(printing.document(document, "yaml")) == document
     assert (document["version"], document["time"]) == (1, "2026-01-01T00:00:00+00:00")
     assert document["summary"]["ok"] == len(document["checks"])
-    assert Result("c", Level.WARNING, "s", "r", "OOMKilled").document()["runbook"] == (
+    assert Result(Level.WARNING, "s", "r", "OOMKilled").document()["runbook"] == (
         "PodDoesNotStart.md#oomkilled"
     )
     keys = {"check", "level", "subject", "statement", "remedy", "runbook", "missingRight"}

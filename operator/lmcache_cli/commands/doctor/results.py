@@ -23,8 +23,6 @@ class Level(StrEnum):
 class Result(NamedTuple):
     """The outcome of one check."""
 
-    check: str
-    """Name of the check in camel case, which programs may rely on."""
     level: Level
     statement: str
     """The state, as a sentence."""
@@ -34,42 +32,40 @@ class Result(NamedTuple):
     """Reason or alert with a runbook; empty: none fits."""
     missing_right: str = ""
     """Right that the user lacks for this check, such as "get namespaces"; empty: none."""
+    check: str = ""
+    """Name of the check in camel case; empty until ``run_checks`` sets it."""
     subject: str = ""
     """Object that was checked: "installation", a namespace, or namespace/cluster."""
 
     def document(self) -> dict[str, Any]:
         """Return the result as plain data with stable field names."""
-        fields = self._asdict()
         page = runbook(self.runbook) if self.runbook else ""
-        return fields | {
-            "level": self.level.value,
-            "runbook": page,
-            "missingRight": fields.pop("missing_right"),
-        }
+        fields = {"check": self.check, **self._asdict(), "level": self.level.value, "runbook": page}
+        return fields | {"missingRight": fields.pop("missing_right")}
 
 
-def ok(check: str, statement: str) -> Result:
+def ok(statement: str) -> Result:
     """Return the result of a check that found no problem."""
-    return Result(check, Level.OK, statement)
+    return Result(Level.OK, statement)
 
 
-def warning(check: str, statement: str, remedy: str, runbook: str = "") -> Result:
+def warning(statement: str, remedy: str, runbook: str = "") -> Result:
     """Return a problem that costs speed or hits, or that may become a failure."""
-    return Result(check, Level.WARNING, statement, remedy, runbook)
+    return Result(Level.WARNING, statement, remedy, runbook)
 
 
-def failure(check: str, statement: str, remedy: str, runbook: str = "") -> Result:
+def failure(statement: str, remedy: str, runbook: str = "") -> Result:
     """Return a problem because of which a part does not work."""
-    return Result(check, Level.FAILURE, statement, remedy, runbook)
+    return Result(Level.FAILURE, statement, remedy, runbook)
 
 
-def unknown(check: str, answer: ApiAnswer) -> Result:
+def unknown(answer: ApiAnswer) -> Result:
     """Return the result of a check whose facts could not be read."""
     if answer.missing_right:
         remedy = "Ask an administrator for this right."
         statement = f'Not checked: your user lacks the right "{answer.missing_right}".'
-        return Result(check, Level.UNKNOWN, statement, remedy, missing_right=answer.missing_right)
-    return Result(check, Level.UNKNOWN, f"Not checked: {answer.problem}", "Run the command again.")
+        return Result(Level.UNKNOWN, statement, remedy, missing_right=answer.missing_right)
+    return Result(Level.UNKNOWN, f"Not checked: {answer.problem}", "Run the command again.")
 
 
 def first_of(names: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 from lmcache_cli.commands.doctor.checks import (
     admission,
@@ -19,46 +19,48 @@ from lmcache_cli.commands.doctor.checks import (
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_cli.commands.doctor.results import Level, Result
 
-INSTALLATION: Sequence[Callable[[Facts], Iterator[Result]]] = (
-    installation.kubernetes_version,
-    installation.definitions,
-    installation.operator,
-    installation.versions,
-    installation.clocks,
-)
-NAMESPACE: Sequence[Callable[[Facts], Iterator[Result]]] = (
-    installation.watched_namespace,
-    rights.user_rights,
-    rights.operator_rights,
-    injection.policies,
-    injection.unknown_names,
-)
-CLUSTER: Sequence[Callable[[Facts, ClusterFacts], Iterator[Result]]] = (
-    conditions.spec,
-    conditions.progress,
-    conditions.conditions,
-    features.gpu_claims,
-    features.resizes,
-    admission.admission,
-    injection.injected_pods,
-    engines.arguments,
-    engines.engine_versions,
-    engines.engine_settings,
-    engines.private_keys,
-    sidecars.answers,
-    sidecars.versions,
-    sidecars.clocks,
-    sidecars.transfer,
-    sidecars.pinned_memory,
-    sidecars.encryption,
-    peers.reachable,
-    redis_servers.reachable,
-    redis_servers.refusals,
-    redis_servers.settings,
-    redis_servers.latency,
-    redis_servers.evictions,
-    redis_servers.shards,
-)
+INSTALLATION: Mapping[str, Callable[[Facts], Iterator[Result]]] = {
+    "kubernetesVersion": installation.kubernetes_version,
+    "crd": installation.definitions,
+    "operator": installation.operator,
+    "versions": installation.versions,
+    "clocks": installation.clocks,
+}
+"""Checks by name. Programs may rely on the names. A check with several results gives each its own name."""
+NAMESPACE: Mapping[str, Callable[[Facts], Iterator[Result]]] = {
+    "clusters": installation.listed_clusters,
+    "watchedNamespace": installation.watched_namespace,
+    "userRights": rights.user_rights,
+    "operatorRights": rights.operator_rights,
+    "injectionPolicy": injection.policies,
+    "injectionNames": injection.unknown_names,
+}
+CLUSTER: Mapping[str, Callable[[Facts, ClusterFacts], Iterator[Result]]] = {
+    "spec": conditions.spec,
+    "reconciled": conditions.progress,
+    "conditions": conditions.conditions,
+    "gpuClaims": features.gpu_claims,
+    "resizes": features.resizes,
+    "podAdmission": admission.admission,
+    "injection": injection.injected_pods,
+    "engineArguments": engines.arguments,
+    "engineVersion": engines.engine_versions,
+    "engineSettings": engines.engine_settings,
+    "privateKeys": engines.private_keys,
+    "sidecars": sidecars.answers,
+    "sidecarVersions": sidecars.versions,
+    "podClocks": sidecars.clocks,
+    "transfer": sidecars.transfer,
+    "pinnedMemory": sidecars.pinned_memory,
+    "encryptionKeys": sidecars.encryption,
+    "peersReachable": peers.reachable,
+    "remoteReachable": redis_servers.reachable,
+    "remoteRefusals": redis_servers.refusals,
+    "remoteSettings": redis_servers.settings,
+    "remoteLatency": redis_servers.latency,
+    "remoteEvictions": redis_servers.evictions,
+    "shards": redis_servers.shards,
+}
 _ORDER = {level: position for position, level in enumerate(Level)}
 _INSTALLATION = "installation"
 
@@ -66,12 +68,15 @@ _INSTALLATION = "installation"
 def run_checks(facts: Facts) -> list[Result]:
     """Return the results of all checks, failures first."""
     if installation.is_absent(facts):
-        return [installation.absent()._replace(subject=_INSTALLATION)]
-    results = [(facts.namespace, installation.listed_clusters(facts))]
-    results += [(_INSTALLATION, check(facts)) for check in INSTALLATION]
-    results += [(facts.namespace, check(facts)) for check in NAMESPACE]
+        return [installation.absent()._replace(check="installed", subject=_INSTALLATION)]
+    results = [(_INSTALLATION, name, check(facts)) for name, check in INSTALLATION.items()]
+    results += [(facts.namespace, name, check(facts)) for name, check in NAMESPACE.items()]
     for cluster in facts.clusters:
         subject = f"{facts.namespace}/{cluster.name}"
-        results += [(subject, check(facts, cluster)) for check in CLUSTER]
-    listed = [result._replace(subject=subject) for subject, checked in results for result in checked]
+        results += [(subject, name, check(facts, cluster)) for name, check in CLUSTER.items()]
+    listed = [
+        result._replace(check=result.check or name, subject=subject)
+        for subject, name, checked in results
+        for result in checked
+    ]
     return sorted(listed, key=lambda result: _ORDER[result.level])

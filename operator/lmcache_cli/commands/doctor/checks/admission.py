@@ -36,19 +36,18 @@ def lacks_pods(stateful_set: Object) -> bool:
 
 def admission(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Report the API server's answer to a dry run of each kind of pod."""
-    name = "podAdmission"
     for trial in cluster.trials:
         pods = f"pods of component {trial.component}"
         text = f"The API server refuses {pods}: {plain(trial.refusal)}."
         remedy = f"Change what the message names in namespace {facts.namespace}, or the spec."
         if not trial.answer.is_known:
-            yield unknown(name, trial.answer)
+            yield unknown(trial.answer)
         elif trial.refusal and trial.lacks_pods:
-            yield failure(name, text, remedy, "FailedCreate")
+            yield failure(text, remedy, "FailedCreate")
         elif trial.refusal and QUOTA not in trial.refusal:
-            yield warning(name, f"{text} The present pods run.", remedy, "FailedCreate")
+            yield warning(f"{text} The present pods run.", remedy, "FailedCreate")
         elif trial.warnings:
             text = f"The API server admits {pods}, and warns: {plain(trial.warnings[0])}."
-            yield warning(name, text, remedy, "FailedCreate")
+            yield warning(text, remedy, "FailedCreate")
         else:
-            yield ok(name, f"The API server admits {pods}.")
+            yield ok(f"The API server admits {pods}.")

@@ -33,28 +33,26 @@ _OPERATOR = "Check that the operator runs and watches this namespace."
 def spec(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check that this version accepts the spec."""
     if cluster.invalid_spec:
-        yield failure(
-            "spec", f"The spec is invalid: {plain(cluster.invalid_spec)}.", "Change it.", "InvalidSpec"
-        )
+        yield failure(f"The spec is invalid: {plain(cluster.invalid_spec)}.", "Change it.", "InvalidSpec")
     else:
-        yield ok("spec", "The spec is valid.")
+        yield ok("The spec is valid.")
 
 
 def progress(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check that the operator has processed the present spec."""
-    name, metadata = "reconciled", cluster.resource["metadata"]
+    metadata = cluster.resource["metadata"]
     listed = _conditions(cluster)
     generation = metadata.get("generation") or 0
     observed = [condition.get("observedGeneration") or 0 for condition in listed]
     if not listed:
         if _age(metadata, facts) > _FIRST_STATUS:
             text = "The operator has reported no status."
-            yield failure(name, text, _OPERATOR, "LMCacheOperatorDown")
+            yield failure(text, _OPERATOR, "LMCacheOperatorDown")
     elif max(observed) < generation:
         text = f"The operator has processed generation {max(observed)} of the spec, not yet {generation}."
-        yield warning(name, text, f"Wait 15 s. {_OPERATOR}", "LMCacheOperatorDown")
+        yield warning(text, f"Wait 15 s. {_OPERATOR}", "LMCacheOperatorDown")
     else:
-        yield ok(name, "The operator has processed the present spec.")
+        yield ok("The operator has processed the present spec.")
 
 
 def _age(metadata: Object, facts: Facts) -> timedelta:
@@ -77,9 +75,9 @@ def conditions(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         kind, reason = plain(item["type"]), plain(item["reason"])
         text = f"{kind} is {item['status']} ({reason}): {plain(item.get('message'))}"
         level = warning if reason in _SERVED or item["status"] == "Unknown" else failure
-        yield level(f"condition:{kind}", text, "", reason)
+        yield level(text, "", reason)._replace(check=f"condition:{kind}")
     if _conditions(cluster) and not bad:
-        yield ok("conditions", "The operator reports no problem.")
+        yield ok("The operator reports no problem.")
 
 
 def _is_trouble(condition: Object) -> bool:

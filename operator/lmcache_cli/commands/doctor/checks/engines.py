@@ -8,7 +8,7 @@ from typing import Any
 from lmcache_cli.commands.doctor.answers import ApiAnswer
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_cli.commands.doctor.results import Result, failure, grouped, ok, unknown, warning
-from lmcache_cli.commands.gather import PodFigures, sidecar_port
+from lmcache_cli.commands.gather import PodFigures, objects_in, sidecar_port
 from lmcache_operator.components.engine.kinds import KINDS, kind_in
 from lmcache_operator.components.engine.kinds.base import EngineKind, KindProblem, words_of
 from lmcache_operator.components.injection.pods import CONTAINER
@@ -33,10 +33,10 @@ def kind_of_pod(pod: Object) -> EngineKind:
     return (kind_in(container) if container else None) or KINDS[0]
 
 
-def _result(name: str, problem: KindProblem) -> Result:
+def _result(problem: KindProblem) -> Result:
     if problem.is_failure:
-        return failure(name, problem.statement, problem.remedy, "EngineNotAttached")
-    return warning(name, problem.statement, problem.remedy)
+        return failure(problem.statement, problem.remedy, "EngineNotAttached")
+    return warning(problem.statement, problem.remedy)
 
 
 def engine_port(pod: Object) -> int:
@@ -53,53 +53,46 @@ def has_tls(pod: Object) -> bool:
 
 def clients(stats: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the engine's processes that are attached to a sidecar, as it reports them."""
-    listed = stats.get("clients")
-    valid = (
-        [each for each in listed[:_MAX_CLIENTS] if isinstance(each, Mapping)]
-        if isinstance(listed, list)
-        else []
-    )
-    return [each for each in valid if each.get("is_attached") is True]
+    listed = objects_in(stats, "clients", _MAX_CLIENTS)
+    return [each for each in listed if each.get("is_attached") is True]
 
 
 def arguments(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check the arguments of each engine that has a sidecar."""
-    name = "engineArguments"
     pods = [figures for figures in cluster.pods if sidecar_port(figures.pod) is not None]
-    problems = [(figures.name, problem) for figures in pods for problem in argument_problems(name, figures)]
-    good = ok(name, "The arguments of the engines are right for the cache.")
+    problems = [(figures.name, problem) for figures in pods for problem in argument_problems(figures)]
+    good = ok("The arguments of the engines are right for the cache.")
     yield from grouped(problems, len(pods), good)
 
 
-def argument_problems(name: str, figures: PodFigures) -> Iterator[Result]:
+def argument_problems(figures: PodFigures) -> Iterator[Result]:
     """Yield the problems in the arguments and variables of one engine."""
     if container := engine_container(figures.pod):
         is_shared = any(not each.get("private_reason") for each in clients(figures.stats))
         for problem in kind_of_pod(figures.pod).argument_problems(container, is_shared=is_shared):
-            yield _result(name, problem)
+            yield _result(problem)
 
 
 def engine_versions(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check that the engines run a supported version."""
-    name = "engineVersion"
     known = [(each, plain(each.stats.get("version"))) for each in cluster.engines if each.stats]
     known = [(each, version) for each, version in known if version]
     kinds = [(each.name, kind_of_pod(each.pod), version) for each, version in known]
     problems = [
-        (pod, _unsupported(name, kind, version)) for pod, kind, version in kinds if not kind.supports(version)
+        (pod, _unsupported(kind, version)) for pod, kind, version in kinds if not kind.supports(version)
     ]
     yield from grouped(problems, len(known))
     if known and not problems:
         versions = {f"{kind.name} {version}" for _, kind, version in kinds}
-        yield ok(name, f"The engines run {', '.join(sorted(versions)[:3])}.")
+        yield ok(f"The engines run {', '.join(sorted(versions)[:3])}.")
     elif cluster.engines and not known:
-        yield unknown(name, _unread(cluster))
+        yield unknown(_unread(cluster))
 
 
-def _unsupported(name: str, kind: EngineKind, version: str) -> Result:
+def _unsupported(kind: EngineKind, version: str) -> Result:
     text = f"{kind.name} {version} is not supported, so the engine runs without the cache."
     remedy = f"Use an image with {kind.name} {kind.api.versions}."
-    return _result(name, KindProblem(True, text, remedy))
+    return _result(KindProblem(True, text, remedy))
 
 
 def _unread(cluster: ClusterFacts) -> ApiAnswer:
@@ -110,22 +103,21 @@ def _unread(cluster: ClusterFacts) -> ApiAnswer:
 
 def engine_settings(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check the engines' cache settings, as the engines report them."""
-    name, parsed = "engineSettings", cluster.parsed
+    parsed = cluster.parsed
     chunk_tokens = parsed.spec.sidecar.chunk_tokens if parsed and parsed.spec.engine else 0
     known = [(each, merge.part(each.stats, "cache")) for each in cluster.engines]
     known = [(each, cache) for each, cache in known if cache]
     problems = [
-        (each.name, _result(name, problem))
+        (each.name, _result(problem))
         for each, cache in known
         for problem in kind_of_pod(each.pod).setting_problems(cache, chunk_tokens)
     ]
     settings = {kind_of_pod(each.pod).settings(cache) for each, cache in known}
-    yield from grouped(problems, len(known), ok(name, " ".join(sorted(settings)[:3])))
+    yield from grouped(problems, len(known), ok(" ".join(sorted(settings)[:3])))
 
 
 def private_keys(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check that chunks can be shared between pods and survive in lower tiers."""
-    name = "privateKeys"
     attached = {figures.name: clients(figures.stats) for figures in cluster.pods}
     attached = {pod: listed for pod, listed in attached.items() if listed}
     problems = []
@@ -134,8 +126,8 @@ def private_keys(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         for reason in reasons[:1]:
             text = f"Keys are private, so only the memory tier of this pod is used: {reason}."
             remedy = "Correct this setting of the engine (docs/guides/sidecar.md, Settings of the engine)."
-            problems.append((pod, (failure if _has_lower_tier(cluster) else warning)(name, text, remedy)))
-    good = ok(name, "Keys are the same in all engines, so pods can share rows.")
+            problems.append((pod, (failure if _has_lower_tier(cluster) else warning)(text, remedy)))
+    good = ok("Keys are the same in all engines, so pods can share rows.")
     yield from grouped(problems, len(attached), good)
 
 

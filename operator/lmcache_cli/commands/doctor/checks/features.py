@@ -25,7 +25,7 @@ def uses_nodes(cluster: ClusterFacts) -> bool:
 
 def gpu_claims(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check that the API server has claims, and the DeviceClass of the spec."""
-    name, parsed, number = "gpuClaims", cluster.parsed, version_of(facts)
+    parsed, number = cluster.parsed, version_of(facts)
     if not parsed or not parsed.spec.engine or not has_claim(parsed):
         return
     remedy = "Install a DRA driver for your GPUs, or leave out spec.engine.gpu.deviceClassName."
@@ -33,38 +33,38 @@ def gpu_claims(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     groups = {group.get("name") for group in facts.groups.object.get("groups") or ()}
     if number and number < _CLAIMS:
         upgrade = "Upgrade Kubernetes, or leave out spec.engine.gpu.deviceClassName."
-        yield failure(name, "GPU claims need Kubernetes 1.34.", upgrade)
+        yield failure("GPU claims need Kubernetes 1.34.", upgrade)
     elif facts.groups.is_known and _DRA_GROUP not in groups:
-        yield failure(name, f"The API server does not serve {_DRA_GROUP}.", remedy)
+        yield failure(f"The API server does not serve {_DRA_GROUP}.", remedy)
     elif cluster.device_class.is_missing:
-        yield failure(name, f"There is no DeviceClass {device_class}.", remedy, "Unschedulable")
+        yield failure(f"There is no DeviceClass {device_class}.", remedy, "Unschedulable")
     elif not cluster.device_class.is_known:
-        yield unknown(name, cluster.device_class)
+        yield unknown(cluster.device_class)
     else:
-        yield ok(name, f"The DeviceClass {device_class} exists.")
+        yield ok(f"The DeviceClass {device_class} exists.")
 
 
 def resizes(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check that the memory tier of running pods can be resized, if autoscaling does so."""
-    name, number, parsed = "resizes", version_of(facts), cluster.parsed
+    number, parsed = version_of(facts), cluster.parsed
     if not uses_nodes(cluster) or parsed is None:
         return
     remedy = "Upgrade Kubernetes. Until then, pods get a new size when they are replaced."
     resources = {item.get("name") for item in facts.core.object.get("resources") or ()}
     if number and number < _RESIZES:
-        yield warning(name, "Resizing running pods needs Kubernetes 1.35.", remedy)
+        yield warning("Resizing running pods needs Kubernetes 1.35.", remedy)
     elif facts.core.is_known and "pods/resize" not in resources:
         text = "The API server does not serve pods/resize."
-        yield failure(name, text, "Turn on the feature gate InPlacePodVerticalScaling.", "ResizeInfeasible")
+        yield failure(text, "Turn on the feature gate InPlacePodVerticalScaling.", "ResizeInfeasible")
     elif parsed.spec.engine and has_claim(parsed) and number and number <= _CLAIMS_WITHOUT_RESIZES:
         text = "This version of Kubernetes does not resize pods with GPU claims."
-        yield warning(name, text, remedy, "ResizeInfeasible")
+        yield warning(text, remedy, "ResizeInfeasible")
     elif old := _old_nodes(cluster):
         text = f"Resizing running pods needs a kubelet 1.35. Older: {first_of(old)}."
-        yield warning(name, text, "Upgrade the nodes.", "ResizeInfeasible")
+        yield warning(text, "Upgrade the nodes.", "ResizeInfeasible")
     else:
-        unread = [unknown(name, answer) for answer in cluster.nodes.values() if not answer.is_known]
-        yield from unread[:1] or [ok(name, "Kubernetes can resize running pods.")]
+        unread = [unknown(answer) for answer in cluster.nodes.values() if not answer.is_known]
+        yield from unread[:1] or [ok("Kubernetes can resize running pods.")]
 
 
 def _old_nodes(cluster: ClusterFacts) -> list[str]:

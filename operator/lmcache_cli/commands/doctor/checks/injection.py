@@ -16,24 +16,23 @@ _FILES = "Or add the cache on files: lmcache-operator inject."
 
 def policies(facts: Facts) -> Iterator[Result]:
     """Check that the admission policy of the chart exists, if pods have the label."""
-    name = "injectionPolicy"
     pods = facts.injected_pods.items
     if not facts.injected_pods.is_known:
-        yield unknown(name, facts.injected_pods)
+        yield unknown(facts.injected_pods)
     elif not pods:
         return
     elif all(map(has_cache, pods)) and facts.policies.is_missing:
-        yield ok(name, "All pods with the label have the cache. No policy is needed.")
+        yield ok("All pods with the label have the cache. No policy is needed.")
     elif facts.policies.is_missing:
         text = "The API server has no MutatingAdmissionPolicies, so labels have no effect."
-        yield failure(name, text, f"Use Kubernetes 1.36. {_FILES}", _RUNBOOK)
+        yield failure(text, f"Use Kubernetes 1.36. {_FILES}", _RUNBOOK)
     elif not facts.policies.is_known or not facts.bindings.is_known:
-        yield unknown(name, facts.bindings if facts.policies.is_known else facts.policies)
+        yield unknown(facts.bindings if facts.policies.is_known else facts.policies)
     elif not facts.policies.items or not facts.bindings.items:
         text = "The admission policy of the chart, or its binding, is missing."
-        yield failure(name, text, f"Upgrade the chart with injection.enabled=true. {_FILES}", _RUNBOOK)
+        yield failure(text, f"Upgrade the chart with injection.enabled=true. {_FILES}", _RUNBOOK)
     else:
-        yield ok(name, "The admission policy of the chart exists.")
+        yield ok("The admission policy of the chart exists.")
 
 
 def unknown_names(facts: Facts) -> Iterator[Result]:
@@ -47,7 +46,7 @@ def unknown_names(facts: Facts) -> Iterator[Result]:
         text = f"Pods name an LMCacheCluster {missing} that does not exist in the namespace: "
         text += f"{first_of([pod['metadata']['name'] for pod in pods])}."
         remedy = f"Create LMCacheCluster {missing}, or correct the label {names.INJECT_LABEL}."
-        yield failure("injectionNames", text, remedy, _RUNBOOK)
+        yield failure(text, remedy, _RUNBOOK)
 
 
 def cluster_of(pod: Object) -> str:
@@ -57,23 +56,22 @@ def cluster_of(pod: Object) -> str:
 
 def injected_pods(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check that each pod with the label has the cache."""
-    name = "injection"
     pods = [figures.pod for figures in cluster.pods if cluster_of(figures.pod) == cluster.name]
     if not pods:
         return
     profile = names.object_name(cluster.name, names.INJECTION)
     if facts.profiles.is_known and profile not in [each["metadata"]["name"] for each in facts.profiles.items]:
         text = f"The LMCacheProfile {profile} is missing, so new pods get no cache."
-        yield failure(name, text, "Check that the operator runs.", "LMCacheOperatorDown")
-    uncached = [(str(pod["metadata"]["name"]), _reason(name, pod)) for pod in pods if not has_cache(pod)]
-    all_well = ok(name, f"Pods with the label that have the cache: {len(pods)}.")
+        yield failure(text, "Check that the operator runs.", "LMCacheOperatorDown")
+    uncached = [(str(pod["metadata"]["name"]), _reason(pod)) for pod in pods if not has_cache(pod)]
+    all_well = ok(f"Pods with the label that have the cache: {len(pods)}.")
     yield from grouped(uncached, len(pods), all_well)
 
 
-def _reason(name: str, pod: Object) -> Result:
+def _reason(pod: Object) -> Result:
     outcome = plain((pod["metadata"].get("annotations") or {}).get(OUTCOME))
     if outcome.startswith("refused"):
         text = f"The pod has no cache: {outcome}."
-        return warning(name, text, "Change this field in the Deployment of the pod.", _RUNBOOK)
+        return warning(text, "Change this field in the Deployment of the pod.", _RUNBOOK)
     text = "The pod has no cache: no policy processed it at its creation."
-    return warning(name, text, "Create it again: kubectl rollout restart deployment NAME", _RUNBOOK)
+    return warning(text, "Create it again: kubectl rollout restart deployment NAME", _RUNBOOK)

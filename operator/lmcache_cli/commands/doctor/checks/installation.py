@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from lmcache_cli.commands.doctor.answers import ApiAnswer
 from lmcache_cli.commands.doctor.facts import Facts
 from lmcache_cli.commands.doctor.results import Result, failure, first_of, ok, unknown, warning
 from lmcache_operator import __version__
@@ -31,38 +32,37 @@ def absent() -> Result:
     """Return the only result if LMCache Cluster is not installed."""
     text = "LMCache Cluster is not installed in this Kubernetes cluster."
     remedy = f"Check the context: kubectl config current-context. If it is the right one: {_INSTALL}"
-    return failure("installed", text, remedy)
+    return failure(text, remedy)
 
 
 def listed_clusters(facts: Facts) -> Iterator[Result]:
     """Check that the LMCacheClusters can be read."""
     answer = facts.listed_clusters
     if not answer.is_known:
-        yield unknown("clusters", answer)
+        yield unknown(answer)
     elif answer.is_missing:
-        yield failure("clusters", "The API server has no LMCacheClusters.", _APPLY)
+        yield failure("The API server has no LMCacheClusters.", _APPLY)
     elif not facts.clusters:
         text = f"Namespace {facts.namespace} has no LMCacheCluster."
-        yield warning("clusters", text, "List all: kubectl get lmcacheclusters -A")
+        yield warning(text, "List all: kubectl get lmcacheclusters -A")
     else:
         number = len(facts.clusters)
-        yield ok("clusters", f"Found {number} LMCacheCluster{'s' if number > 1 else ''}.")
+        yield ok(f"Found {number} LMCacheCluster{'s' if number > 1 else ''}.")
 
 
 def kubernetes_version(facts: Facts) -> Iterator[Result]:
     """Check the version of Kubernetes against the support matrix."""
-    name = "kubernetesVersion"
     if not facts.version.is_known:
-        yield unknown(name, facts.version)
+        yield unknown(facts.version)
         return
     git_version, number = str(facts.version.object.get("gitVersion")), version_of(facts)
     if number is None:
-        yield warning(name, f"Kubernetes reports the version {git_version!r}.", "Check its version by hand.")
+        yield warning(f"Kubernetes reports the version {git_version!r}.", "Check its version by hand.")
     elif number < MIN_KUBERNETES:
         text = f"Kubernetes {git_version} is not supported."
-        yield failure(name, text, "Upgrade Kubernetes to 1.33 or newer.")
+        yield failure(text, "Upgrade Kubernetes to 1.33 or newer.")
     else:
-        yield ok(name, f"Kubernetes {git_version} is supported.")
+        yield ok(f"Kubernetes {git_version} is supported.")
 
 
 def version_of(facts: Facts) -> tuple[int, int] | None:
@@ -79,16 +79,18 @@ def parse_version(text: str) -> tuple[int, int] | None:
 def definitions(facts: Facts) -> Iterator[Result]:
     """Check that the API server serves the CRDs."""
     for name, answer in facts.definitions.items():
-        check = f"crd:{name.partition('.')[0]}"
-        if not answer.is_known:
-            yield unknown(check, answer)
-        elif answer.is_missing:
-            yield failure(check, f"The CRD {name} is missing.", _APPLY)
-        elif not _is_established(answer.object):
-            text = f"The API server does not serve the CRD {name}."
-            yield failure(check, text, f"Read the reason: kubectl describe crd {name}")
-        else:
-            yield ok(check, f"The CRD {name} is present.")
+        yield _definition(name, answer)._replace(check=f"crd:{name.partition('.')[0]}")
+
+
+def _definition(name: str, answer: ApiAnswer) -> Result:
+    if not answer.is_known:
+        return unknown(answer)
+    if answer.is_missing:
+        return failure(f"The CRD {name} is missing.", _APPLY)
+    if not _is_established(answer.object):
+        text = f"The API server does not serve the CRD {name}."
+        return failure(text, f"Read the reason: kubectl describe crd {name}")
+    return ok(f"The CRD {name} is present.")
 
 
 def _is_established(definition: Object) -> bool:
@@ -98,19 +100,18 @@ def _is_established(definition: Object) -> bool:
 
 def operator(facts: Facts) -> Iterator[Result]:
     """Check that the operator is deployed and ready."""
-    name = "operator"
     if not facts.operators.is_known:
-        yield unknown(name, facts.operators)
+        yield unknown(facts.operators)
         return
     deployments = facts.operators.items
     if not deployments:
-        yield failure(name, "No Deployment of the operator exists.", _INSTALL, "LMCacheOperatorDown")
+        yield failure("No Deployment of the operator exists.", _INSTALL, "LMCacheOperatorDown")
     for deployment in deployments:
-        yield _readiness(name, deployment)
+        yield _readiness(deployment)
     if len(deployments) > 1:
         where = first_of([place_of(deployment) for deployment in deployments])
         text = f"{len(deployments)} operators are deployed: {where}."
-        yield warning(name, text, "Uninstall all but one, or let each watch other namespaces.")
+        yield warning(text, "Uninstall all but one, or let each watch other namespaces.")
 
 
 def place_of(deployment: Object) -> str:
@@ -118,7 +119,7 @@ def place_of(deployment: Object) -> str:
     return f"{deployment['metadata']['namespace']}/{deployment['metadata']['name']}"
 
 
-def _readiness(name: str, deployment: Object) -> Result:
+def _readiness(deployment: Object) -> Result:
     ready = dig(deployment, "status", "readyReplicas") or 0
     wanted = dig(deployment, "spec", "replicas")
     wanted = 1 if wanted is None else wanted
@@ -126,10 +127,10 @@ def _readiness(name: str, deployment: Object) -> Result:
     if not ready:
         remedy = f"Read the log: kubectl -n {deployment['metadata']['namespace']} logs "
         remedy += f"deployment/{deployment['metadata']['name']}"
-        return failure(name, text, remedy, "LMCacheOperatorDown")
+        return failure(text, remedy, "LMCacheOperatorDown")
     if ready < wanted:
-        return warning(name, text, "Read the Events of its pods.", "LMCacheOperatorDown")
-    return ok(name, text)
+        return warning(text, "Read the Events of its pods.", "LMCacheOperatorDown")
+    return ok(text)
 
 
 def watched_namespace(facts: Facts) -> Iterator[Result]:
@@ -137,12 +138,11 @@ def watched_namespace(facts: Facts) -> Iterator[Result]:
     watching = [watched(deployment) for deployment in facts.operators.items]
     if not watching:
         return
-    name = "watchedNamespace"
     if any(not namespaces or facts.namespace in namespaces for namespaces in watching):
-        yield ok(name, "The operator watches this namespace.")
+        yield ok("The operator watches this namespace.")
     else:
         text = f"The operator does not watch namespace {facts.namespace}."
-        yield failure(name, text, "Add the namespace to watchNamespaces in the values of the chart.")
+        yield failure(text, "Add the namespace to watchNamespaces in the values of the chart.")
 
 
 def watched(deployment: Object) -> list[str]:
@@ -162,12 +162,11 @@ def versions(facts: Facts) -> Iterator[Result]:
     if definition and (label := version_label(definition.object)):
         labels["the CRD"] = label
     differing = [f"{place} has {version}" for place, version in labels.items() if version != __version__]
-    name = "versions"
     if differing:
         text = f"This command has version {__version__}, and {first_of(differing)}."
-        yield warning(name, text, "Use one version of chart, CRDs and command (docs/how-to/upgrade.md).")
+        yield warning(text, "Use one version of chart, CRDs and command (docs/how-to/upgrade.md).")
     elif labels:
-        yield ok(name, f"Chart and command have version {__version__}.")
+        yield ok(f"Chart and command have version {__version__}.")
 
 
 def version_label(live: Any) -> str:
@@ -177,11 +176,11 @@ def version_label(live: Any) -> str:
 
 def clocks(facts: Facts) -> Iterator[Result]:
     """Check the user's clock against the clock of the API server."""
-    name, offset = "clocks", facts.api_offset_seconds
+    offset = facts.api_offset_seconds
     if offset is None:
         return
     if abs(offset) > MAX_CLOCK_SECONDS:
         text = f"Your clock and the clock of the API server differ by {abs(offset):.0f} s."
-        yield warning(name, text, "Synchronize both clocks with NTP.")
+        yield warning(text, "Synchronize both clocks with NTP.")
     else:
-        yield ok(name, "Your clock and the clock of the API server agree.")
+        yield ok("Your clock and the clock of the API server agree.")

@@ -7,7 +7,7 @@ from typing import Any
 
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_cli.commands.doctor.results import Result, failure, first_of, grouped, ok, warning
-from lmcache_cli.commands.gather import PodFigures
+from lmcache_cli.commands.gather import PodFigures, objects_in
 from lmcache_operator.pods.pods import is_ready
 from lmcache_store.common.text import plain
 from lmcache_store.common.units import format_seconds, format_size
@@ -37,59 +37,57 @@ _REFUSALS: Mapping[str, tuple[str, str]] = {
 """Errors of Redis for writes, each with the problem and the remedy."""
 
 
-def _remotes(cluster: ClusterFacts) -> dict[str, Mapping[str, Any]]:
-    """Return the part of the remote tier in /stats, by pod."""
-    parts = {figures.name: merge.part(figures.stats, "remote") for figures in cluster.pods}
+def parts_of(cluster: ClusterFacts, tier: str) -> dict[str, Mapping[str, Any]]:
+    """Return the part of a tier in /stats, by pod."""
+    parts = {figures.name: merge.part(figures.stats, tier) for figures in cluster.pods}
     return {pod: part for pod, part in parts.items() if part}
 
 
 def reachable(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check that the sidecars reach the servers."""
-    name, remotes = "remoteReachable", _remotes(cluster)
+    remotes = parts_of(cluster, "remote")
     problems = []
     for pod, remote in remotes.items():
         if remote.get("is_reachable") is not True:
             reason = plain(remote.get("off_reason")) or "unavailable"
             text = f"The sidecar cannot reach the remote tier: {reason}."
             remedy = "Check the server, the network policies and the password."
-            problems.append((pod, failure(name, text, remedy, "RemoteTierUnreachable")))
+            problems.append((pod, failure(text, remedy, "RemoteTierUnreachable")))
         else:
             for server in servers_of(remote):
                 if why := plain(server.get("problem")):
                     text = f"The sidecar cannot reach server {plain(server.get('name'))}: {why}."
-                    problems.append((pod, failure(name, text, "Check this server.", "RemoteTierUnreachable")))
+                    problems.append((pod, failure(text, "Check this server.", "RemoteTierUnreachable")))
         if why := plain(remote.get("shards_problem")):
             text = f"The sidecar cannot use its list of shards: {why}."
-            problems.append((pod, warning(name, text, "Check that the operator runs.", "ShardsMissing")))
-    good = ok(name, f"Sidecars that reach the remote tier: {len(remotes)}.")
+            problems.append((pod, warning(text, "Check that the operator runs.", "ShardsMissing")))
+    good = ok(f"Sidecars that reach the remote tier: {len(remotes)}.")
     yield from grouped(problems, len(remotes), good)
 
 
 def refusals(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check that the servers accept rows, since the sidecars started."""
-    name, remotes = "remoteRefusals", _remotes(cluster)
+    remotes = parts_of(cluster, "remote")
     refused = merge.totals(remotes.values(), "refused")
     problems = [
-        failure(name, f"{what} ({refused[code]:,} so far).", remedy)
+        failure(f"{what} ({refused[code]:,} so far).", remedy)
         for code, (what, remedy) in _REFUSALS.items()
         if refused[code]
     ]
     yield from problems
     if remotes and not problems:
-        yield ok(name, "Redis has accepted the rows of all sidecars.")
+        yield ok("Redis has accepted the rows of all sidecars.")
 
 
 def servers_of(tier: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the servers that a tier's part of /stats lists, at most 64."""
-    servers = tier.get("servers")
-    listed = servers[:_MAX_SERVERS] if isinstance(servers, list) else []
-    return [server for server in listed if isinstance(server, Mapping)]
+    return objects_in(tier, "servers", _MAX_SERVERS)
 
 
 def _servers(cluster: ClusterFacts) -> dict[str, Mapping[str, Any]]:
     """Return the servers that any sidecar could ask, by name. All sidecars have the same servers."""
     servers: dict[str, Mapping[str, Any]] = {}
-    for remote in _remotes(cluster).values():
+    for remote in parts_of(cluster, "remote").values():
         for server in servers_of(remote):
             if server.get("policy") and len(servers) < _MAX_SERVERS:
                 servers.setdefault(plain(server.get("name")), server)
@@ -98,11 +96,11 @@ def _servers(cluster: ClusterFacts) -> dict[str, Mapping[str, Any]]:
 
 def settings(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check the memory limit and the eviction policy of each server."""
-    name, servers = "remoteSettings", _servers(cluster)
+    servers = _servers(cluster)
     if not servers:
         if any(map(_could_ask, cluster.pods)):
             text = "Redis does not let the sidecars read its memory limit and policy."
-            yield warning(name, text, f"Grant the Redis user +info ({_GUIDE}).")
+            yield warning(text, f"Grant the Redis user +info ({_GUIDE}).")
         return
     problems = []
     for server, state in servers.items():
@@ -110,10 +108,10 @@ def settings(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         if not limit:
             text = f"The server has no memory limit, and its policy is {policy}."
             remedy = "Set maxmemory, and maxmemory-policy allkeys-lru, in Redis."
-            problems.append((server, warning(name, text, remedy)))
+            problems.append((server, warning(text, remedy)))
         elif not policy.startswith("allkeys-"):
             text = f"The eviction policy is {policy}: a full server refuses new rows."
-            problems.append((server, failure(name, text, "Set maxmemory-policy allkeys-lru in Redis.")))
+            problems.append((server, failure(text, "Set maxmemory-policy allkeys-lru in Redis.")))
     for result in dict.fromkeys(result for _, result in problems):
         concerned = [server for server, problem in problems if problem == result]
         text = f"{result.statement} Servers: {first_of(concerned)}."
@@ -121,7 +119,7 @@ def settings(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     if not problems:
         sizes = {format_size(merge.count(state.get("max_bytes"))) for state in servers.values()}
         shown = ", ".join(sorted(sizes)[:3])
-        yield ok(name, f"Servers with an allkeys policy and a memory limit of {shown}: {len(servers)}.")
+        yield ok(f"Servers with an allkeys policy and a memory limit of {shown}: {len(servers)}.")
 
 
 def _could_ask(figures: PodFigures) -> bool:
@@ -132,8 +130,7 @@ def _could_ask(figures: PodFigures) -> bool:
 
 def latency(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check how fast the servers answer."""
-    name = "remoteLatency"
-    remotes = _remotes(cluster)
+    remotes = parts_of(cluster, "remote")
     slowest = {
         pod: max((merge.count(server.get("answer_seconds")) for server in servers_of(remote)), default=0.0)
         for pod, remote in remotes.items()
@@ -144,22 +141,23 @@ def latency(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         count, milliseconds = f"{len(slow)} of {len(known)}", f"{1000 * known[slow[0]]:.0f}"
         text = f"Redis takes up to {milliseconds} ms to answer {count} sidecars."
         remedy = "Run Redis in the same zone, check its load, and check the CPU of the sidecars."
-        yield warning(name, f"{text} Slowest: {first_of(slow)}.", remedy)
+        yield warning(f"{text} Slowest: {first_of(slow)}.", remedy)
     elif known:
-        yield ok(name, f"Redis answers within {1000 * max(known.values()):.0f} ms.")
+        yield ok(f"Redis answers within {1000 * max(known.values()):.0f} ms.")
 
 
 def evictions(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check how long the servers keep rows that are not used."""
-    name = "remoteEvictions"
-    residences = [merge.count(remote.get("residence_seconds")) for remote in _remotes(cluster).values()]
+    residences = [
+        merge.count(remote.get("residence_seconds")) for remote in parts_of(cluster, "remote").values()
+    ]
     known = [seconds for seconds in residences if seconds]
     if known and min(known) < _SHORT_SECONDS:
         text = f"Redis evicts a row that is not used after about {format_seconds(min(known))}."
         remedy = "Give Redis more memory, or set tiers.admit to OnReuse."
-        yield warning(name, text, remedy)
+        yield warning(text, remedy)
     elif known:
-        yield ok(name, f"Redis keeps a row that is not used for about {format_seconds(min(known))}.")
+        yield ok(f"Redis keeps a row that is not used for about {format_seconds(min(known))}.")
 
 
 def shards(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
@@ -168,6 +166,6 @@ def shards(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     unready = [str(pod["metadata"]["name"]) for pod in pods if not is_ready(pod)]
     if unready:
         text = f"{len(unready)} of {len(pods)} server pods are not ready: {first_of(unready)}."
-        yield failure("shards", text, f"Read the Events: kubectl describe pod {unready[0]}", "ShardsMissing")
+        yield failure(text, f"Read the Events: kubectl describe pod {unready[0]}", "ShardsMissing")
     elif pods:
-        yield ok("shards", f"Server pods that are ready: {len(pods)}.")
+        yield ok(f"Server pods that are ready: {len(pods)}.")

@@ -55,7 +55,7 @@ OPERATOR_RIGHTS: Sequence[Right] = [
 
 def user_rights(facts: Facts) -> Iterator[Result]:
     """Check the rights of the user that the other commands need."""
-    name, allowed = "userRights", dict(facts.user_rights)
+    allowed = dict(facts.user_rights)
     if allowed.get(PROXY):  # either right suffices to read sidecars
         allowed[FORWARD] = True
     missing = [right for right in USER_RIGHTS if allowed.get(right) is False]
@@ -64,11 +64,11 @@ def user_rights(facts: Facts) -> Iterator[Result]:
         if len(missing) > 1:
             text += f" It also lacks: {', '.join(map(str, missing[1:]))}."
         remedy = f"Example: {_example(facts.namespace, missing)}"
-        yield warning(name, text, remedy)._replace(missing_right=str(missing[0]))
+        yield warning(text, remedy)._replace(missing_right=str(missing[0]))
     elif any(allowed.get(right) is None for right in USER_RIGHTS):
-        yield unknown(name, ApiAnswer())
+        yield unknown(ApiAnswer())
     else:
-        yield ok(name, "Your user may read LMCacheClusters, pods, logs and sidecars.")
+        yield ok("Your user may read LMCacheClusters, pods, logs and sidecars.")
 
 
 def _example(namespace: str, missing: Sequence[Right]) -> str:
@@ -85,15 +85,14 @@ def _example(namespace: str, missing: Sequence[Right]) -> str:
 
 def operator_rights(facts: Facts) -> Iterator[Result]:
     """Check that the operator's ServiceAccount has the rights of the chart in the namespace."""
-    name = "operatorRights"
     if not facts.operators.items:
         return
     if not facts.operator_rights or None in facts.operator_rights.values():
-        yield unknown(name, facts.operator_rights_problem)
+        yield unknown(facts.operator_rights_problem)
         return
     missing = [str(right) for right, is_allowed in facts.operator_rights.items() if not is_allowed]
     if missing:
         text = f"The operator lacks rights in namespace {facts.namespace}: {first_of(missing)}."
-        yield failure(name, text, "Upgrade the chart, which creates its roles.", "ApiError")
+        yield failure(text, "Upgrade the chart, which creates its roles.", "ApiError")
     else:
-        yield ok(name, "The operator has all rights of the chart.")
+        yield ok("The operator has all rights of the chart.")

@@ -24,45 +24,44 @@ _FORBIDDEN = "forbidden: "
 
 def answers(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check that the sidecars answer, are ready, and are in use."""
-    name = "sidecars"
     if not facts.cluster_pods.is_known:
-        yield unknown(name, facts.cluster_pods)
+        yield unknown(facts.cluster_pods)
         return
     pods = [figures for figures in cluster.pods if sidecar_port(figures.pod) is not None]
     refused = [figures for figures in pods if figures.problem.startswith(_FORBIDDEN)]
     if refused:
-        yield unknown(name, ApiAnswer(missing_right=refused[0].problem.removeprefix(_FORBIDDEN)))
+        yield unknown(ApiAnswer(missing_right=refused[0].problem.removeprefix(_FORBIDDEN)))
     late = [figures.name for figures in pods if figures.problem == NO_TIME]
     if late:
-        yield unknown(name, ApiAnswer(problem=f"{len(late)} of {len(pods)} sidecars: {NO_TIME}."))
+        yield unknown(ApiAnswer(problem=f"{len(late)} of {len(pods)} sidecars: {NO_TIME}."))
     problems = [
         (figures.name, problem)
         for figures in pods
         if not figures.problem.startswith(_FORBIDDEN) and figures.problem != NO_TIME
-        if (problem := _problem(name, figures))
+        if (problem := _problem(figures))
     ]
     yield from grouped(problems, len(pods))
     if pods and not problems and not refused and not late:
-        yield ok(name, f"Sidecars that are ready and in use: {len(pods)}.")
+        yield ok(f"Sidecars that are ready and in use: {len(pods)}.")
 
 
-def _problem(name: str, figures: PodFigures) -> Result | None:
+def _problem(figures: PodFigures) -> Result | None:
     stats = figures.stats
     if not stats:
         text = f"The sidecar does not answer: {plain(figures.problem)}."
-        return warning(name, text, "Read its log: kubectl logs POD -c sidecar", "NoAnswer")
+        return warning(text, "Read its log: kubectl logs POD -c sidecar", "NoAnswer")
     if stats.get("is_ready") is not True:
         text = f"The sidecar is not ready: {plain(stats.get('not_ready_reason')) or 'it gives no reason'}."
-        return failure(name, text, "Correct the setting that the reason names.", "SidecarNotReady")
+        return failure(text, "Correct the setting that the reason names.", "SidecarNotReady")
     if is_ready(figures.pod) and not merge.count(merge.part(stats, "num_clients").get("attached")):
         text = "The engine serves without the cache."
-        return failure(name, text, "Read the lines of LMCache in its log.", "EngineNotAttached")
+        return failure(text, "Read the lines of LMCache in its log.", "EngineNotAttached")
     return None
 
 
 def versions(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check that the client in the engine and the sidecar of a pod have one version."""
-    name, problems, known = "sidecarVersions", [], set[str]()
+    problems, known = [], set[str]()
     for figures in cluster.pods:
         sidecar = plain(figures.stats.get("version"))
         in_engine = {plain(each.get("version")) for each in clients(figures.stats)} - {"", sidecar}
@@ -70,18 +69,18 @@ def versions(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         if sidecar and in_engine:
             text = f"The client in the engine has version {min(in_engine)}, and the sidecar {sidecar}."
             remedy = "Replace the pod, or use one image for sidecar and client."
-            problems.append((figures.name, warning(name, text, remedy)))
+            problems.append((figures.name, warning(text, remedy)))
     yield from grouped(problems, len(cluster.pods))
     default = _newer_default(facts, cluster, known)
     if default:
         text = f"The operator has version {default}, and sidecars have {', '.join(sorted(known)[:3])}."
-        yield warning(name, text, "Wait until the operator has replaced the pods.")
+        yield warning(text, "Wait until the operator has replaced the pods.")
     elif len(known) > 1:
         text = f"Sidecars have different versions: {', '.join(sorted(known)[:3])}."
         remedy = "Wait until the operator has replaced the pods, or set spec.images.policy to Follow."
-        yield warning(name, text, remedy)
+        yield warning(text, remedy)
     elif known and not problems:
-        yield ok(name, f"Sidecars and clients have version {min(known)}.")
+        yield ok(f"Sidecars and clients have version {min(known)}.")
 
 
 def _newer_default(facts: Facts, cluster: ClusterFacts, known: set[str]) -> str:
@@ -98,7 +97,7 @@ def _newer_default(facts: Facts, cluster: ClusterFacts, known: set[str]) -> str:
 
 def clocks(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check the clocks of the pods against the clock of the API server, or else of the user."""
-    name, problems, num_known = "podClocks", [], 0
+    problems, num_known = [], 0
     reference = "API server" if facts.api_offset_seconds is not None else "user"
     for figures in cluster.pods:
         if not (time := merge.count(figures.stats.get("time"))):
@@ -107,15 +106,13 @@ def clocks(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         offset = time - figures.answered_at - (facts.api_offset_seconds or 0.0)
         if abs(offset) > MAX_CLOCK_SECONDS:
             text = f"The clock of the pod's node differs from the clock of the {reference} by more than 5 s."
-            problems.append(
-                (figures.name, warning(name, text, "Synchronize the clocks of the nodes with NTP."))
-            )
-    yield from grouped(problems, num_known, ok(name, "The clocks of the pods are right."))
+            problems.append((figures.name, warning(text, "Synchronize the clocks of the nodes with NTP.")))
+    yield from grouped(problems, num_known, ok("The clocks of the pods are right."))
 
 
 def transfer(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check which process copies KV out of the GPUs."""
-    name, state = "transfer", dig(cluster.resource, "status", "transfer") or {}
+    state = dig(cluster.resource, "status", "transfer") or {}
     mode, why = plain(state.get("mode")), plain(state.get("message"))
     if not mode:
         return
@@ -123,30 +120,27 @@ def transfer(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     if mode != CUDA_IPC and is_wanted:
         text = f"Engines copy KV out of the GPUs, and not the sidecars: {why}."
         remedy = "Repair what the message names, or set spec.sidecar.transfer to SharedMemory."
-        yield warning(name, text, remedy, "CudaIPCUnavailable")
+        yield warning(text, remedy, "CudaIPCUnavailable")
     else:
-        yield ok(name, f"Mode {mode}: {why}.")
+        yield ok(f"Mode {mode}: {why}.")
 
 
 def encryption(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check that the sidecars encrypt rows with the keys of the spec, also those in injected pods."""
-    name, problems, num_usable = "encryptionKeys", list[tuple[str, Result]](), 0
+    problems, num_usable = list[tuple[str, Result]](), 0
     secrets = cluster.parsed.spec.tiers.key_secrets if cluster.parsed else {}
     for figures in cluster.pods:
         parts = {tier: part for tier in secrets if (part := merge.part(figures.stats, tier))}
         num_usable += any("encryption_problem" in part for part in parts.values())
         mounted = mounted_secrets(figures.pod, SIDECARS)
         for tier, part in parts.items():
-            if problem := _encryption_problem(name, tier, part, secrets[tier], mounted.get(tier, "")):
+            if problem := _encryption_problem(tier, part, secrets[tier], mounted.get(tier, "")):
                 problems.append((figures.name, problem))
-    yield from grouped(problems, len(cluster.pods))
-    if num_usable and not problems:
-        yield ok(name, f"Sidecars that report no problem with their keys: {num_usable}.")
+    good = ok(f"Sidecars that report no problem with their keys: {num_usable}.")
+    yield from grouped(problems, len(cluster.pods), good if num_usable else None)
 
 
-def _encryption_problem(
-    name: str, tier: str, part: Mapping[str, Any], wanted: str, mounted: str
-) -> Result | None:
+def _encryption_problem(tier: str, part: Mapping[str, Any], wanted: str, mounted: str) -> Result | None:
     """Return the problem of a sidecar with the keys of a tier.
 
     ``part`` is the tier's part of /stats. ``wanted`` is the Secret in the spec, and ``mounted`` the pod's.
@@ -156,28 +150,25 @@ def _encryption_problem(
         remedy = (
             "Replace the pod. If that does not help, give its sidecar the image of the operator's version."
         )
-        return failure(name, text, remedy, "EncryptionKeysInvalid")
+        return failure(text, remedy, "EncryptionKeysInvalid")
     if why := plain(part["encryption_problem"]):
         text = f"The sidecar has a problem with the keys of the {tier} tier: {why}."
-        return failure(
-            name, text, f"Correct the keys in Secret {mounted or wanted}.", "EncryptionKeysInvalid"
-        )
+        return failure(text, f"Correct the keys in Secret {mounted or wanted}.", "EncryptionKeysInvalid")
     if mounted and mounted != wanted:
         text = f"The sidecar encrypts the rows of the {tier} tier with Secret {mounted}, not {wanted}."
-        return warning(name, text, "Replace the pod, or wait until the operator has replaced it.")
+        return warning(text, "Replace the pod, or wait until the operator has replaced it.")
     return None
 
 
 def pinned_memory(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check that CUDA has pinned the memory tiers that copies use."""
-    name, problems, num_pinned = "pinnedMemory", [], 0
+    problems, num_pinned = [], 0
     for figures in cluster.pods:
         state = merge.part(figures.stats, "transfer")
         num_pinned += any(merge.totals([state], "pinned_bytes").values())
         if why := plain(state.get("pin_problem")):
             text = f"CUDA has not pinned all of the memory tier, so copies are slow: {why}."
             remedy = "Repair what the message names, and delete the pod."
-            problems.append((figures.name, warning(name, text, remedy, "MemoryNotPinned")))
-    yield from grouped(problems, len(cluster.pods))
-    if num_pinned and not problems:
-        yield ok(name, f"Pods with a pinned memory tier: {num_pinned}.")
+            problems.append((figures.name, warning(text, remedy, "MemoryNotPinned")))
+    good = ok(f"Pods with a pinned memory tier: {num_pinned}.")
+    yield from grouped(problems, len(cluster.pods), good if num_pinned else None)
