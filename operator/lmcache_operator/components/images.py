@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+from typing import Any
 
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.specs import Object, names
+from lmcache_operator.specs import Images, Object, names
 
 
-def recorded(container: str, image: str) -> dict[str, str]:
-    """The annotation that records the default image of a container."""
-    return {names.DEFAULT_IMAGES: json.dumps({container: image})}
+def recorded(images: Images) -> dict[str, str]:
+    """The annotation that records default images by container."""
+    return {names.DEFAULT_IMAGES: json.dumps(images, sort_keys=True)}
+
+
+def recorded_in(live: Object | None) -> dict[str, Any]:
+    """The recorded default images of an existing object; empty if there is no valid record."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        return dict(json.loads(names.annotations_of(live)[names.DEFAULT_IMAGES])) if live else {}
+    return {}
 
 
 def default_image(cluster: Cluster, live: Object | None, container: str, present: str) -> str:
@@ -19,7 +27,5 @@ def default_image(cluster: Cluster, live: Object | None, container: str, present
 
     With ``spec.images.policy`` Follow, it is always the operator's present default.
     """
-    if live is not None and cluster.spec.images.policy != "Follow":
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            return str(json.loads(names.annotations_of(live)[names.DEFAULT_IMAGES])[container])
-    return present
+    keeps = cluster.spec.images.policy != "Follow"
+    return str(recorded_in(live).get(container, present)) if keeps else present

@@ -5,8 +5,6 @@ The operator replaces pods one at a time when the user changes their spec.
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +17,7 @@ from lmcache_operator.components.engine.features import FEATURES, merged
 from lmcache_operator.components.engine.gpus import CUDA_IPC, claim_spec, planned_transfer
 from lmcache_operator.components.engine.pod import MemorySize, pod_template
 from lmcache_operator.components.engine.status import engine_status
+from lmcache_operator.components.images import recorded, recorded_in
 from lmcache_operator.components.traffic import from_clients, from_pods, scrapers
 from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
 from lmcache_operator.pods.differences import differences
@@ -66,7 +65,6 @@ class Engine(Component):
         config = {"sidecar.yaml": _sidecar_yaml(cluster)} | merged(lambda each: each.files(cluster))
         selector, policy = names.selector(cluster.name, names.ENGINE), _network_policy(cluster, context)
         client_service = {"ports": [_HTTP_PORT], "selector": selector}
-        recorded = {names.DEFAULT_IMAGES: json.dumps(default_images, sort_keys=True)}
         transfer = planned_transfer(cluster, context.allow_all_gpus)
         images, hashed = resolved_images(cluster, default_images), spec_hash(cluster, default_images)
         template = pod_template(cluster, images, hashed, transfer, _memory_size(cluster))
@@ -81,7 +79,7 @@ class Engine(Component):
             child("NetworkPolicy", spec=policy),
             child("PodDisruptionBudget", spec=stateful.disruption_budget(selector)),
             *([child("ResourceClaimTemplate", spec=claim)] if claim else []),
-            child("StatefulSet", annotations=recorded, spec=stateful_set),
+            child("StatefulSet", annotations=recorded(default_images), spec=stateful_set),
         ]
 
     def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
@@ -143,10 +141,9 @@ def _default_images(cluster: Cluster, observed: Observed, live: Object | None, i
     if cluster.spec.images.policy == "Follow":
         return images
     in_use = (observed.resource.get("status") or {}).get("images") or {}
-    recorded = {name: image for name, image in in_use.items() if not _named_images(cluster).get(name)}
-    with contextlib.suppress(ValueError, TypeError):
-        recorded |= json.loads(names.annotations_of(live).get(names.DEFAULT_IMAGES, "{}")) if live else {}
-    return images | {name: recorded[name] for name in images if isinstance(recorded.get(name), str)}
+    known = {name: image for name, image in in_use.items() if not _named_images(cluster).get(name)}
+    known |= recorded_in(live)
+    return images | {name: known[name] for name in images if isinstance(known.get(name), str)}
 
 
 def _images_in_use(cluster: Cluster, recorded: Images, present: Images) -> Object:

@@ -272,7 +272,7 @@ def _objects(
         child("NetworkPolicy", spec=_network_policy(cluster, managed)),
         child("PodDisruptionBudget", spec=stateful.disruption_budget(selector)),
         *stateful.certificates(cluster, names.REMOTE, managed.tls, host, secret),
-        child("StatefulSet", annotations=recorded(names.REMOTE, default), spec=stateful_set),
+        child("StatefulSet", annotations=recorded({names.REMOTE: default}), spec=stateful_set),
     ]
 
 

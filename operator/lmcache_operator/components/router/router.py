@@ -144,7 +144,7 @@ def _objects(cluster: Cluster, router: Router, default: str) -> list[Object]:
     selector = names.selector(cluster.name, names.ROUTER)
     role = {"apiGroup": _RBAC, "kind": "Role", "name": name}
     account = {"kind": "ServiceAccount", "name": name, "namespace": cluster.namespace}
-    image, spec = recorded(names.ROUTER, default), _deployment_spec(cluster, router, default)
+    image, spec = recorded({names.ROUTER: default}), _deployment_spec(cluster, router, default)
     return [
         child("ServiceAccount", automountServiceAccountToken=False),
         child("Role", rules=_RULES),
