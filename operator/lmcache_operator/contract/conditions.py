@@ -6,7 +6,7 @@ Programs match on the reasons, and people look them up.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from lmcache_operator.specs import Object
 
@@ -27,6 +27,7 @@ Trouble = Literal[
     "SidecarNotReady", "TenantsInvalid", "Unschedulable",
 ]  # fmt: skip
 """Reasons of problems. `runbook` leads to the explanation of each."""
+TROUBLES = frozenset(get_args(Trouble))
 _OF_PODS = frozenset((
     "CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError", "FailedBinding", "FailedCreate",
     "FailedMount", "ImagePullBackOff", "NodeLost", "OOMKilled", "PodFailed", "ProgressDeadlineExceeded",

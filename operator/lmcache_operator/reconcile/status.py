@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import chain
-from typing import get_args
 
 from lmcache_operator.contract.base import ComponentStatus, Plan
-from lmcache_operator.contract.conditions import Condition, Event, Problem, Trouble, former_conditions
+from lmcache_operator.contract.conditions import TROUBLES, Condition, Event, Problem, former_conditions
 from lmcache_operator.specs import Object
 
 _MAX_MESSAGE = 4096
@@ -86,7 +85,7 @@ def events(before: Object, changed: Sequence[Object]) -> Iterator[Event]:
         if kind in new and kind != "EngineAvailable":  # it repeats Ready and Progressing
             messages.setdefault(new[kind]["reason"], new[kind]["message"])
     for reason, message in messages.items():
-        yield Event("Warning" if reason in get_args(Trouble) else "Normal", reason, message)
+        yield Event("Warning" if reason in TROUBLES else "Normal", reason, message)
 
 
 def _progressing(status: ComponentStatus, plan: Plan) -> Condition:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, cast, get_args
+from typing import Final, cast
 
 from lmcache_operator.components.engine.features import FEATURES, TIERS
 from lmcache_operator.components.engine.features.tokens import silence_remedy
@@ -11,6 +11,7 @@ from lmcache_operator.components.engine.gpus import transfer_in_use, transfer_pr
 from lmcache_operator.components.figures import SHARE_POINTS, percent_of, steady_figures, summable
 from lmcache_operator.contract.base import ComponentStatus, Observed, Plan, SidecarState
 from lmcache_operator.contract.conditions import (
+    TROUBLES,
     Condition,
     Problem,
     Trouble,
@@ -50,7 +51,8 @@ def engine_status(observed: Observed, plan: Plan) -> ComponentStatus:
         for feature in FEATURES:
             known |= feature.status_fields(observed, plan)
     resized = plan.fields.get("resizing") or Resizing()
-    troubles = [condition for condition in conditions.values() if _is_trouble(condition)]
+    failed = (condition for condition in conditions.values() if condition.status == "False")
+    troubles = [condition for condition in failed if condition.reason in TROUBLES]
     return ComponentStatus(
         summary=summary,
         progressing=_progressing(observed, plan, desired, num_ready, count),
@@ -73,10 +75,6 @@ def engine_status(observed: Observed, plan: Plan) -> ComponentStatus:
             for feature in FEATURES
         ),
     )
-
-
-def _is_trouble(condition: Condition) -> bool:
-    return condition.status == "False" and condition.reason in get_args(Trouble)
 
 
 def _num_desired(observed: Observed, plan: Plan) -> int:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from typing import get_args
 
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_cli.commands.doctor.results import Result, failure, ok, warning
 from lmcache_cli.commands.status import is_bad
-from lmcache_operator.contract.conditions import Trouble
+from lmcache_operator.contract.conditions import TROUBLES
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.merge import dig
 from lmcache_store.common.text import plain
@@ -65,8 +64,8 @@ def _conditions(cluster: ClusterFacts) -> list[Object]:
 
 
 def conditions(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
-    """Report each problem that the operator has found, with its runbook."""
-    bad = [item for item in _conditions(cluster) if is_bad(item) and _is_trouble(item)]
+    """Report each problem that the operator has found, with its runbook. Other reasons are normal."""
+    bad = [item for item in _conditions(cluster) if is_bad(item) and item.get("reason") in TROUBLES]
     reasons = {item["reason"] for item in bad if item["type"] not in _SUMMARIES}
     for item in bad:
         if item["type"] in _SUMMARIES and item["reason"] in reasons:
@@ -78,8 +77,3 @@ def conditions(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         yield level(text, "", reason)._replace(check=f"condition:{kind}")
     if _conditions(cluster) and not bad:
         yield ok("The operator reports no problem.")
-
-
-def _is_trouble(condition: Object) -> bool:
-    """Whether a condition's reason is a problem. Other reasons are normal, such as Starting."""
-    return condition.get("reason") in get_args(Trouble)
