@@ -2,23 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from lmcache_operator.api.fields import Rule
-from lmcache_operator.api.types import Spec
-
-
-class Named(Protocol):
-    """An LMCacheCluster."""
-
-    @property
-    def name(self) -> str:
-        """Name of the object."""
-
-    @property
-    def spec(self) -> Spec:
-        """Spec of the object."""
-
 
 _MAX_LENGTH = 37
 _SUFFIX = "-prefill"
@@ -29,17 +13,15 @@ def prefill_name(cluster_name: str) -> str:
     return f"{cluster_name}{_SUFFIX}"
 
 
-def _refers_to_itself(cluster: Named) -> bool:
-    peers = cluster.spec.tiers.peers
-    return peers is not None and peers.cluster_ref is not None and peers.cluster_ref.name == cluster.name
-
-
 _NO_PEERS_REF = "!has(self.spec.tiers.peers) || !has(self.spec.tiers.peers.clusterRef)"
 NAMING = (
     Rule(
         f"{_NO_PEERS_REF} || self.spec.tiers.peers.clusterRef.name != self.metadata.name",
         "spec.tiers.peers.clusterRef must name another LMCacheCluster: leave it out for this one's own peers",
-        lambda cluster: not _refers_to_itself(cluster),
+        lambda cluster: (
+            not ((peers := cluster.spec.tiers.peers) and peers.cluster_ref)
+            or peers.cluster_ref.name != cluster.name
+        ),
     ),
     Rule(
         "!has(self.spec.engine) || !has(self.spec.engine.prefill) || "
