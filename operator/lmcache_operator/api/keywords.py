@@ -31,6 +31,15 @@ def matches(pattern: str, message: str) -> Rule:
     return Rule(f"self.matches(r'{pattern}')", message, lambda text: re.fullmatch(pattern, text) is not None)
 
 
+def needs_engine(field: str, remedy: str) -> Rule:
+    """Return the rule of the spec that a field of it needs an engine."""
+    return Rule(
+        f"!has(self.{field}) || has(self.engine)",
+        f"{field} needs an engine: {remedy}",
+        lambda spec: getattr(spec, field) is None or spec.engine is not None,
+    )
+
+
 def size_between(path: str, smallest: str, largest: str) -> dict[str, Any]:
     """Return the keywords of a field for a size within bounds. ``path`` is its name in messages."""
     in_bounds = Rule(

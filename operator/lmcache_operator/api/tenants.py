@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmcache_operator.api.fields import Part, Rule, field
-from lmcache_operator.api.keywords import NAME, size_between
+from lmcache_operator.api.keywords import NAME, needs_engine, size_between
 from lmcache_operator.api.router import KV_AWARE
 from lmcache_store.common.units import parse_quantity
 from lmcache_store.tenant_names import DEFAULT_NAME, MAX_CHARACTERS, MAX_NAMED, PATTERN
@@ -206,11 +206,7 @@ def bytes_of(size: str | None) -> int:
 
 _NO_TENANTS = "!has(self.tenants)"
 SPEC_RULES = (
-    Rule(
-        f"{_NO_TENANTS} || has(self.engine)",
-        "tenants needs an engine: set tenants at the clusters that have engines",
-        lambda spec: spec.tenants is None or spec.engine is not None,
-    ),
+    needs_engine("tenants", "set tenants at the clusters that have engines"),
     Rule(
         f"{_NO_TENANTS} || !self.tenants.header || !has(self.engine) || !has(self.engine.prefill)",
         "vLLM's router drops the header with engine.prefill: remove tenants.header, and let the gateway "

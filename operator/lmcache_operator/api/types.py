@@ -10,7 +10,7 @@ from lmcache_operator.api.engine_kinds import CHUNK_TOKENS, ENGINE_KINDS, VERSIO
 from lmcache_operator.api.engine_pods import NO_PARALLEL_SIZES, GpuSpec, Parallelism, Prefill, PrefillStatus
 from lmcache_operator.api.fields import Part, Rule, field
 from lmcache_operator.api.images import ImageDefaults, ImagesStatus
-from lmcache_operator.api.keywords import ARGUMENTS, IMAGE_NAME, NAME, SECRET_KEY, size_between
+from lmcache_operator.api.keywords import ARGUMENTS, IMAGE_NAME, NAME, SECRET_KEY, needs_engine, size_between
 from lmcache_operator.api.router import Router, RouterStatus
 from lmcache_operator.api.tenants import SPEC_RULES, TENANTS_STATUS, TenantsSpec, TenantStatus
 from lmcache_operator.api.tiers import Tiers
@@ -181,16 +181,8 @@ class Spec(Part):
             lambda spec: (spec.engine is None) == (spec.model is None),
         ),
         *(rule for kind in ENGINE_KINDS.values() for rule in kind.rules),
-        Rule(
-            "!has(self.router) || has(self.engine)",
-            "router needs an engine: set router at the clusters that have engines",
-            lambda spec: spec.router is None or spec.engine is not None,
-        ),
-        Rule(
-            "!has(self.clients) || has(self.engine)",
-            "clients needs an engine: tiers.remote.managed.access limits who reaches a remote tier alone",
-            lambda spec: spec.clients is None or spec.engine is not None,
-        ),
+        needs_engine("router", "set router at the clusters that have engines"),
+        needs_engine("clients", "tiers.remote.managed.access limits who reaches a remote tier alone"),
         Rule(
             "!has(self.clients) || !has(self.engine) || !has(self.engine.prefill) || "
             f"size(self.clients) < {MAX_CLIENTS}",
