@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -142,18 +142,15 @@ async def connected(arguments: argparse.Namespace) -> AsyncIterator[ApiConnectio
 
     if arguments.kubeconfig:
         os.environ["KUBECONFIG"] = arguments.kubeconfig
-    try:
-        namespace = arguments.namespace or default_namespace(arguments.context)
-        opened = connect(context=arguments.context)
-        api = await opened.__aenter__()
-    except (ConfigException, OSError, yaml.YAMLError) as error:
-        raise _kubeconfig_error(str(error)) from error
-    except (ValueError, TypeError, AttributeError, LookupError) as error:  # a value of a wrong type
-        raise _kubeconfig_error("it is not a valid kubeconfig") from error
-    try:
+    async with AsyncExitStack() as stack:
+        try:
+            namespace = arguments.namespace or default_namespace(arguments.context)
+            api = await stack.enter_async_context(connect(context=arguments.context))
+        except (ConfigException, OSError, yaml.YAMLError) as error:
+            raise _kubeconfig_error(str(error)) from error
+        except (ValueError, TypeError, AttributeError, LookupError) as error:  # a value of a wrong type
+            raise _kubeconfig_error("it is not a valid kubeconfig") from error
         yield ApiConnection(api, namespace)
-    finally:
-        await opened.__aexit__(None, None, None)
 
 
 def _kubeconfig_error(reason: str) -> FileError:

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     async def show(connected: connection.ApiConnection) -> int:
-        await _check_name(connected, arguments.name)
+        await (connected.clusters() if arguments.name is None else connected.cluster(arguments.name))
         seconds = max(_MIN_SECONDS, min(_MAX_SECONDS, arguments.interval - 0.1))
         get = PodHttp(connected.api, seconds=seconds).get
         pods, problems = list[Object](), list[str]()
@@ -50,14 +50,6 @@ def _run(arguments: argparse.Namespace) -> int:
         return await top.run(read, arguments, lambda figures: printing.document(figures, arguments.output))
 
     return connection.run(arguments, show)
-
-
-async def _check_name(connected: connection.ApiConnection, name: str | None) -> None:
-    """Raise NotFoundError unless the cluster exists, or the namespace has one."""
-    if name is not None:
-        await connected.cluster(name)
-    else:
-        await connected.clusters()
 
 
 def _answer(figures: PodFigures) -> SidecarAnswer:
