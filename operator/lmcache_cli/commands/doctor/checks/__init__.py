@@ -67,8 +67,8 @@ _INSTALLATION = "installation"
 
 def run_checks(facts: Facts) -> list[Result]:
     """Return the results of all checks, failures first."""
-    if installation.is_absent(facts):
-        return [installation.absent()._replace(check="installed", subject=_INSTALLATION)]
+    if absent := installation.absent(facts):
+        return [absent._replace(check="installed", subject=_INSTALLATION)]
     results = [(_INSTALLATION, name, check(facts)) for name, check in INSTALLATION.items()]
     results += [(facts.namespace, name, check(facts)) for name, check in NAMESPACE.items()]
     for cluster in facts.clusters:

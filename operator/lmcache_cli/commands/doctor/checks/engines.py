@@ -60,12 +60,12 @@ def clients(stats: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def arguments(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check the arguments of each engine that has a sidecar."""
     pods = [figures for figures in cluster.pods if sidecar_port(figures.pod) is not None]
-    problems = [(figures.name, problem) for figures in pods for problem in argument_problems(figures)]
+    problems = [(figures.name, problem) for figures in pods for problem in _argument_problems(figures)]
     good = ok("The arguments of the engines are right for the cache.")
     yield from grouped(problems, len(pods), good)
 
 
-def argument_problems(figures: PodFigures) -> Iterator[Result]:
+def _argument_problems(figures: PodFigures) -> Iterator[Result]:
     """Yield the problems in the arguments and variables of one engine."""
     if container := engine_container(figures.pod):
         is_shared = any(not each.get("private_reason") for each in clients(figures.stats))
@@ -78,21 +78,18 @@ def engine_versions(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     known = [(each, plain(each.stats.get("version"))) for each in cluster.engines if each.stats]
     known = [(each, version) for each, version in known if version]
     kinds = [(each.name, kind_of_pod(each.pod), version) for each, version in known]
-    problems = [
-        (pod, _unsupported(kind, version)) for pod, kind, version in kinds if not kind.supports(version)
-    ]
+    problems = []
+    for pod, kind, version in kinds:
+        if not kind.supports(version):
+            text = f"{kind.name} {version} is not supported, so the engine runs without the cache."
+            remedy = f"Use an image with {kind.name} {kind.api.versions}."
+            problems.append((pod, failure(text, remedy, "EngineNotAttached")))
     yield from grouped(problems, len(known))
     if known and not problems:
         versions = {f"{kind.name} {version}" for _, kind, version in kinds}
         yield ok(f"The engines run {', '.join(sorted(versions)[:3])}.")
     elif cluster.engines and not known:
         yield unknown(_unread(cluster))
-
-
-def _unsupported(kind: EngineKind, version: str) -> Result:
-    text = f"{kind.name} {version} is not supported, so the engine runs without the cache."
-    remedy = f"Use an image with {kind.name} {kind.api.versions}."
-    return _result(KindProblem(True, text, remedy))
 
 
 def _unread(cluster: ClusterFacts) -> ApiAnswer:
@@ -118,6 +115,8 @@ def engine_settings(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
 
 def private_keys(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check that chunks can be shared between pods and survive in lower tiers."""
+    tiers = cluster.resource["spec"].get("tiers") or {}
+    has_lower_tier = tiers.get("disk") or tiers.get("remote") or tiers.get("peers") is not None
     attached = {figures.name: clients(figures.stats) for figures in cluster.pods}
     attached = {pod: listed for pod, listed in attached.items() if listed}
     problems = []
@@ -126,11 +125,6 @@ def private_keys(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         for reason in reasons[:1]:
             text = f"Keys are private, so only the memory tier of this pod is used: {reason}."
             remedy = "Correct this setting of the engine (docs/guides/sidecar.md, Settings of the engine)."
-            problems.append((pod, (failure if _has_lower_tier(cluster) else warning)(text, remedy)))
+            problems.append((pod, (failure if has_lower_tier else warning)(text, remedy)))
     good = ok("Keys are the same in all engines, so pods can share rows.")
     yield from grouped(problems, len(attached), good)
-
-
-def _has_lower_tier(cluster: ClusterFacts) -> bool:
-    tiers = cluster.resource["spec"].get("tiers") or {}
-    return bool(tiers.get("disk") or tiers.get("remote") or tiers.get("peers") is not None)

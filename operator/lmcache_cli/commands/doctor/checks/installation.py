@@ -22,14 +22,11 @@ _INSTALL = "Install the chart charts/lmcache-operator, as docs/get-started/clust
 _VERSION_LABEL = "app.kubernetes.io/version"
 
 
-def is_absent(facts: Facts) -> bool:
-    """Whether neither the CRDs nor the operator are installed."""
+def absent(facts: Facts) -> Result | None:
+    """Return the only result if neither the CRDs nor the operator are installed; else None."""
     operators = facts.operators
-    return facts.listed_clusters.is_missing and operators.is_known and not operators.items
-
-
-def absent() -> Result:
-    """Return the only result if LMCache Cluster is not installed."""
+    if not facts.listed_clusters.is_missing or not operators.is_known or operators.items:
+        return None
     text = "LMCache Cluster is not installed in this Kubernetes cluster."
     remedy = f"Check the context: kubectl config current-context. If it is the right one: {_INSTALL}"
     return failure(text, remedy)
