@@ -8,6 +8,7 @@ from lmcache_cli.commands.doctor.answers import ApiAnswer
 from lmcache_cli.commands.doctor.facts import Facts, Right
 from lmcache_cli.commands.doctor.results import Result, failure, first_of, ok, unknown, warning
 from lmcache_operator.api import GROUP, PLURAL, PROFILE_PLURAL
+from lmcache_operator.specs.kinds import CHILDREN, CLUSTER
 
 PROXY, FORWARD = Right("get", "", "pods/proxy"), Right("create", "", "pods/portforward")
 CREATE_PODS = Right("create", "", "pods")
@@ -25,22 +26,11 @@ USER_RIGHTS: Mapping[Right, str] = {
 _READ, _CREATE = ("get", "list", "watch"), ("create", "patch")
 _CHILD = (*_READ, *_CREATE, "delete")
 _OF_OPERATOR: Mapping[tuple[str, str], Sequence[str]] = {
-    (GROUP, PLURAL): _CHILD,
+    **{(kind.group, kind.plural): _CHILD for kind in (CLUSTER, *CHILDREN)},
+    (GROUP, PROFILE_PLURAL): (*_READ, *_CREATE),
     (GROUP, f"{PLURAL}/status"): ("patch",),
     (GROUP, f"{PLURAL}/finalizers"): ("update",),
-    ("", "serviceaccounts"): _CHILD,
-    ("", "configmaps"): _CHILD,
-    ("", "services"): _CHILD,
     ("", "secrets"): ("create",),
-    (GROUP, PROFILE_PLURAL): (*_READ, *_CREATE),
-    ("networking.k8s.io", "networkpolicies"): _CHILD,
-    ("policy", "poddisruptionbudgets"): _CHILD,
-    ("apps", "statefulsets"): _CHILD,
-    ("apps", "deployments"): _CHILD,
-    ("rbac.authorization.k8s.io", "roles"): _CHILD,
-    ("rbac.authorization.k8s.io", "rolebindings"): _CHILD,
-    ("cert-manager.io", "certificates"): _CHILD,
-    ("resource.k8s.io", "resourceclaimtemplates"): _CHILD,
     ("", "pods"): ("list", "watch", "patch", "delete"),
     ("", "pods/resize"): ("patch",),
     ("", "events"): ("get", "list", *_CREATE),
