@@ -13,7 +13,7 @@ import yaml
 
 from lmcache_cli.commands import printing
 from lmcache_cli.commands.connection import ApiConnection
-from lmcache_cli.commands.doctor import view
+from lmcache_cli.commands.doctor import command
 from lmcache_cli.commands.doctor.checks import run_checks
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_cli.commands.doctor.reading import read_engine, read_facts
@@ -239,20 +239,20 @@ def test_engine_without_an_answer_is_a_problem(answer, problem):
 
 def test_lines_show_remedy_and_runbook_below_each_problem():
     failing = facts(operators=listing(deployment(ready=0)))
-    shown = list(view.lines(failing, run_checks(failing), printing.Style(False), 80))
+    shown = list(command.lines(failing, run_checks(failing), printing.Style(False), 80))
     assert shown[0] == "FAILURE installation operator: 0 of 2 pods of the operator"
     assert shown[1] == "        lmcache-system/lmcache are ready."
     assert shown[2].startswith("        -> Read the log: kubectl -n lmcache-system logs")
     assert "docs/runbooks/LMCacheOperatorDown.md" in "".join(shown[:5])
     assert all(len(line) <= 80 for line in shown)
     assert shown[-1].endswith("checks in namespace team: 1 failure, 25 ok.")
-    colored = list(view.lines(failing, run_checks(failing), printing.Style(True), 80))
+    colored = list(command.lines(failing, run_checks(failing), printing.Style(True), 80))
     assert colored[0].startswith("\x1b[31mFAILURE\x1b[0m ")
 
 
 def test_document_is_the_same_in_json_and_yaml():
     results = run_checks(facts())
-    document = view.document(facts(), results)
+    document = command.document(facts(), results)
     assert json.loads(printing.document(document, "json")) == document
     assert yaml.safe_load(printing.document(document, "yaml")) == document
     assert (document["version"], document["time"]) == (1, "2026-01-01T00:00:00+00:00")
