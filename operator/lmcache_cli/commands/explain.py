@@ -20,13 +20,11 @@ from lmcache_cli.commands.gather import (
     read_page,
 )
 from lmcache_cli.commands.printing import print_problems
-from lmcache_cli.commands.savings import document, prices_of, saved_by
-from lmcache_cli.commands.status import shard_bytes, tiers_of
+from lmcache_cli.commands.savings import document, price_of_token, saved_by
 from lmcache_operator.errors import NotFoundError
 from lmcache_operator.kube.pod_http import PodHttp
 from lmcache_store.common.text import plain
 from lmcache_store.explain import merge, tables, tenants
-from lmcache_store.explain.benefit import usd_per_token
 from lmcache_store.explain.findings import findings
 
 _MAX_REQUESTS = 1000
@@ -70,18 +68,18 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _lines(gathered: Gathered) -> Iterator[str]:
     causes = merge.causes(gathered.stats)
-    price = usd_per_token(gathered.stats, prices_of(gathered.cluster))
+    price = price_of_token(gathered)
     yield from tables.overview(causes, usd_per_token=price)
     yield from tenants.overview(gathered.stats)
     if causes["prompt_tokens"]:
         yield ""
-        yield from tables.benefit(saved_by(gathered, shard_bytes(tiers_of(gathered))))
+        yield from tables.benefit(saved_by(gathered))
 
 
 def explanation(gathered: Gathered) -> dict[str, Any]:
     """Return the causes of a cluster as plain data. Its fields are stable: programs may read them."""
     causes = merge.causes(gathered.stats)
-    price = usd_per_token(gathered.stats, prices_of(gathered.cluster))
+    price = price_of_token(gathered)
     return {
         "version": 1,
         "namespace": gathered.cluster["metadata"]["namespace"],
@@ -94,7 +92,7 @@ def explanation(gathered: Gathered) -> dict[str, Any]:
         "branches": causes["branches"],
         "tenants": [tenants.document(each) for each in tenants.by_name(gathered.stats)],
         "findings": [finding._asdict() for finding in findings(causes, usd_per_token=price)],
-        "savings": document(saved_by(gathered, shard_bytes(tiers_of(gathered)))),
+        "savings": document(saved_by(gathered)),
         "problems": problems_of(gathered.pods, gathered.problems),
     }
 
@@ -108,7 +106,7 @@ def _print_tenant(gathered: Gathered, arguments: argparse.Namespace) -> None:
         raise NotFoundError("no sidecar answered: check that the pods of the LMCacheCluster run")
     if name not in known:
         raise NotFoundError(tenants.unknown(name, known))
-    price = usd_per_token(gathered.stats, prices_of(gathered.cluster))
+    price = price_of_token(gathered)
     if arguments.output == "table":
         print(*tenants.lines(gathered.stats, name, price), sep="\n")
         return

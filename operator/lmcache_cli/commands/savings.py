@@ -6,23 +6,48 @@ from typing import Any
 
 from lmcache_cli.commands.gather import Gathered
 from lmcache_operator.api.parse import parse
+from lmcache_operator.api.types import Spec
 from lmcache_operator.errors import InvalidSpecError
-from lmcache_operator.specs import Object
+from lmcache_operator.specs.merge import dig
 from lmcache_store.common.prices import Prices
-from lmcache_store.explain.benefit import Benefit, benefit
+from lmcache_store.common.units import parse_size
+from lmcache_store.explain.benefit import Benefit, benefit, usd_per_token
 
 
-def prices_of(cluster: Object) -> Prices:
-    """Return the prices of the spec, or the defaults if the spec is invalid."""
+def _spec(gathered: Gathered) -> Spec | None:
+    """The spec of the cluster; None if it is invalid."""
     try:
-        return Prices(*parse(cluster).spec.autoscaling.prices.usd_per_hour)
+        return parse(gathered.cluster).spec
     except InvalidSpecError:
-        return Prices()
+        return None
 
 
-def saved_by(gathered: Gathered, shard_bytes: float) -> Benefit:
-    """Return what all sidecars saved and cost. ``shard_bytes``: size of all shards; 0: there are none."""
-    return benefit(gathered.stats, prices_of(gathered.cluster), shard_bytes)
+def _prices(gathered: Gathered) -> Prices:
+    """The prices of the spec, or the defaults if the spec is invalid."""
+    spec = _spec(gathered)
+    return Prices(*spec.autoscaling.prices.usd_per_hour) if spec else Prices()
+
+
+def price_of_token(gathered: Gathered) -> float:
+    """Return what the computation of one token costs in USD; 0: unknown."""
+    return usd_per_token(gathered.stats, _prices(gathered))
+
+
+def lower_sizes(gathered: Gathered) -> dict[str, int]:
+    """Return the sizes of the lower tiers, as far as the spec says them."""
+    spec, sizes = _spec(gathered), dict[str, int]()
+    if spec and spec.tiers.disk:
+        sizes["disk"] = parse_size(spec.tiers.disk.size) * len(gathered.stats)
+    if spec and spec.tiers.managed:
+        shards = dig(gathered.cluster, "status", "autoscaling", "remote", "current")
+        number = shards if isinstance(shards, int) else spec.tiers.managed.shards
+        sizes["remote"] = spec.tiers.managed.shard_bytes * number
+    return sizes
+
+
+def saved_by(gathered: Gathered) -> Benefit:
+    """Return what all sidecars saved and cost."""
+    return benefit(gathered.stats, _prices(gathered), lower_sizes(gathered).get("remote", 0))
 
 
 def document(saved: Benefit) -> dict[str, Any] | None:

@@ -11,17 +11,13 @@ from typing import Any
 
 from lmcache_cli.commands import connection, printing
 from lmcache_cli.commands.gather import Gathered, PodFigures, gather
-from lmcache_cli.commands.savings import document, prices_of, saved_by
-from lmcache_operator.api.parse import parse
-from lmcache_operator.errors import InvalidSpecError
+from lmcache_cli.commands.savings import document, lower_sizes, price_of_token, saved_by
 from lmcache_operator.pods.pods import is_ready
-from lmcache_operator.specs import Object
 from lmcache_operator.specs.merge import dig
 from lmcache_store.causes import HITS, num_computed
 from lmcache_store.common.text import plain
-from lmcache_store.common.units import format_seconds, format_size, parse_size
+from lmcache_store.common.units import format_seconds, format_size
 from lmcache_store.explain import merge
-from lmcache_store.explain.benefit import usd_per_token
 from lmcache_store.explain.findings import findings, percent
 from lmcache_store.top import seconds
 
@@ -77,21 +73,20 @@ def _text(arguments: argparse.Namespace, gathered: Gathered) -> str:
 
 def status_of(gathered: Gathered) -> dict[str, Any]:
     """Return the status as plain data. Its fields are stable: programs may read them."""
-    cluster, reports = gathered.cluster, gathered.stats
-    causes, tiers = merge.causes(reports), tiers_of(gathered)
-    price = usd_per_token(reports, prices_of(cluster))
+    cluster, causes = gathered.cluster, merge.causes(gathered.stats)
+    advice = findings(causes, usd_per_token=price_of_token(gathered))
     return {
         "version": 1,
         "namespace": cluster["metadata"]["namespace"],
         "name": cluster["metadata"]["name"],
         "time": datetime.fromtimestamp(gathered.time, UTC).isoformat(timespec="seconds"),
         "pods": [_pod(pod) for pod in gathered.pods],
-        "tiers": tiers,
+        "tiers": list(_tiers(gathered)),
         "promptTokens": causes["prompt_tokens"],
         "causeTokens": causes["cause_tokens"],
         "conditions": dig(cluster, "status", "conditions") or [],
-        "savings": document(saved_by(gathered, shard_bytes(tiers))),
-        "findings": [finding._asdict() for finding in findings(causes, usd_per_token=price)],
+        "savings": document(saved_by(gathered)),
+        "findings": [finding._asdict() for finding in advice],
         "problems": list(gathered.problems),
     }
 
@@ -113,17 +108,12 @@ def _pod(figures: PodFigures) -> dict[str, Any]:
     }
 
 
-def tiers_of(gathered: Gathered) -> list[dict[str, Any]]:
-    """Return the engines' own caches and all tiers, each as plain data."""
-    return list(_tiers(gathered.cluster, gathered.stats))
-
-
-def _tiers(cluster: Object, reports: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the engines' own caches and all tiers that a sidecar has."""
-    tokens = merge.totals(reports, "causes", "cause_tokens")
-    sizes = _lower_sizes(cluster, len(reports))
+def _tiers(gathered: Gathered) -> Iterator[dict[str, Any]]:
+    """Yield the engines' own caches and all tiers that a sidecar has, each as plain data."""
+    tokens = merge.totals(gathered.stats, "causes", "cause_tokens")
+    sizes = lower_sizes(gathered)
     for name in HITS:
-        having = [report for report in reports if name == "engine" or merge.part(report, name)]
+        having = [report for report in gathered.stats if name == "engine" or merge.part(report, name)]
         if not having:
             continue
         tier = {"name": name, "sizeBytes": sizes.get(name), "usedBytes": None, "hitTokens": tokens[name]}
@@ -141,27 +131,6 @@ def _tiers(cluster: Object, reports: Sequence[Mapping[str, Any]]) -> Iterator[di
         reason = plain(off[0].get("off_reason")) or "unavailable" if off else ""
         tier["problem"] = f"{len(off)} of {len(having)} pods: {reason}" if off else ""
         yield tier
-
-
-def shard_bytes(tiers: Sequence[Mapping[str, Any]]) -> float:
-    """Return the size of all shards that the operator runs for the cluster; 0: it runs none."""
-    return float(next((tier["sizeBytes"] for tier in tiers if tier["name"] == "remote"), None) or 0)
-
-
-def _lower_sizes(cluster: Object, num_pods: int) -> dict[str, int]:
-    """Return the sizes of the lower tiers, as far as the spec says them."""
-    try:
-        tiers = parse(cluster).spec.tiers
-    except InvalidSpecError:
-        return {}
-    sizes = {}
-    if tiers.disk:
-        sizes["disk"] = parse_size(tiers.disk.size) * num_pods
-    if tiers.managed:
-        shards = dig(cluster, "status", "autoscaling", "remote", "current")
-        number = shards if isinstance(shards, int) else tiers.managed.shards
-        sizes["remote"] = tiers.managed.shard_bytes * number
-    return sizes
 
 
 def screen(
