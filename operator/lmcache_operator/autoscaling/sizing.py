@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any, NamedTuple
@@ -323,7 +323,7 @@ class Sizing:
         """
         basis = (self.intake.num_samples, self._memory.chosen, self._remote.chosen)
         if self.intake.traffic and basis != self._state_basis:
-            states = {"memory": self._memory.state.as_json(), "remote": self._remote.state.as_json()}
+            states = {"memory": asdict(self._memory.state), "remote": asdict(self._remote.state)}
             text = json.dumps(states | {"traffic": self.intake.traffic.state()})
             if len(text) > MAX_STATE_BYTES:
                 text = json.dumps(states | {"traffic": {}})

@@ -58,7 +58,7 @@ class PodHttp:
         try:
             async with asyncio.timeout(self._seconds):
                 done, _ = await asyncio.wait((proxy,), timeout=self._head_start)
-                if done and _is_answer(proxy.result()):
+                if done and proxy.result().status:
                     return proxy.result()
                 forward = asyncio.create_task(self._by_forward(f"{pods}/portforward?ports={port}", path))
                 return await _first_answer(proxy, forward)
@@ -143,15 +143,11 @@ async def _first_answer(*tasks: asyncio.Task[PodAnswer]) -> PodAnswer:
     """Return the first answer of a pod, or, if there is none, why not."""
     for finished in asyncio.as_completed(tasks):
         answer = await finished
-        if _is_answer(answer):
+        if answer.status:
             return answer
     failures = [task.result() for task in tasks]
     right = next((failure.missing_right for failure in failures if failure.missing_right), "")
     return PodAnswer(0, b"; ".join(failure.body for failure in failures), right)
-
-
-def _is_answer(answer: PodAnswer) -> bool:
-    return answer.status != 0
 
 
 def _is_of_api_server(body: bytes) -> bool:

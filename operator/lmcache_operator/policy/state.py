@@ -101,13 +101,9 @@ class State:
         """Return this state with ``size`` recommended. ``recommended_at`` changes only with the size."""
         return self if size == self.recommended else replace(self, recommended=size, recommended_at=time)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values that ``from_json`` reads."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> State:
-        """Read the result of ``as_json``. Raises ValueError for anything else."""
+        """Read the result of ``dataclasses.asdict``. Raises ValueError for anything else."""
         try:
             steps = {name: Step(**step) for name in ("asked", "pending") if (step := values[name])}
             state = cls(**{**values, **steps})

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 import pytest
@@ -207,7 +207,7 @@ def test_wrong_step_is_reverted_also_after_a_restart():
     reasons = []
     for minutes in (0, 15, 30, 105):
         now = measurements(demand, gib=128, time=10 * HOUR + 60 * minutes, settled=demand)
-        decision, state = decide(WIDE, State.from_json(json.loads(json.dumps(state.as_json()))), now)
+        decision, state = decide(WIDE, State.from_json(json.loads(json.dumps(asdict(state)))), now)
         reasons.append(decision.reason)
         assert (decision.next == 64 * GIB) == (minutes < 90)
     assert reasons[0].startswith("back to 64Gi per pod: 128Gi per pod hit 0.0 % more prompt tokens, not 30")
@@ -241,8 +241,8 @@ def test_points_include_bounds_current_and_recommended_size():
 
 def test_state_survives_as_json():
     _, state = decide(WIDE, SETTLED, measurements(STEEP))
-    assert State.from_json(json.loads(json.dumps(state.as_json()))) == state
-    whole = state.as_json()
+    assert State.from_json(json.loads(json.dumps(asdict(state)))) == state
+    whole = asdict(state)
     for invalid_state in ({}, {"x": 1}, whole | {"time": "x"}, whole | {"pending": {"old": 1}}):
         with pytest.raises(ValueError, match="saved autoscaling state is invalid"):
             State.from_json(invalid_state)

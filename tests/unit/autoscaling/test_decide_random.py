@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,7 +76,7 @@ def test_decide_never_raises_for_random_measurements(wrong_values, state):
     ):
         decision, after = decide(any_tier, state, now)
         assert decision.reason
-        State.from_json(json.loads(json.dumps(after.as_json())))
+        State.from_json(json.loads(json.dumps(asdict(after))))
         if decision.next != decision.size and not math.isnan(decision.size):  # NaN does not equal itself
             assert 0 < now.size < math.inf
             assert math.isfinite(now.time)

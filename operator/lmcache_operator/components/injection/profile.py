@@ -66,8 +66,11 @@ def profile(cluster: Cluster, context: Context) -> Object:
     }
     if "resourceClaims" in whole and transfer.mode == CUDA_IPC:
         spec["resourceClaims"] = whole["resourceClaims"]
-    reserved = {kind.reserved_annotation: "\n".join(_reserved_lines(kind)) for kind in KINDS}
-    return {"metadata": {"annotations": reserved}, "spec": spec}
+    annotations = {}
+    for kind in KINDS:
+        reserved = (f"{option} can't be set: {why}" for option, why in kind.reserved_by_injection.items())
+        annotations[kind.reserved_annotation] = "\n".join(sorted(reserved))
+    return {"metadata": {"annotations": annotations}, "spec": spec}
 
 
 def _engine(kind: EngineKind, engine: Object, cluster: Cluster) -> Object:
@@ -80,11 +83,6 @@ def _engine(kind: EngineKind, engine: Object, cluster: Cluster) -> Object:
         "name": kind.name.lower(),
         "volumeMounts": _mounts(mount for mount in engine["volumeMounts"] if mount["mountPath"] in _SHARED),
     }
-
-
-def _reserved_lines(kind: EngineKind) -> list[str]:
-    reserved = kind.reserved_by_injection
-    return [f"{option} can't be set: {reserved[option]}" for option in sorted(reserved)]
 
 
 def _init_container(container: Object) -> Object:

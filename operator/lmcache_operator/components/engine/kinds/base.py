@@ -179,13 +179,10 @@ class EngineKind(ABC):
 
     def is_mentioned(self, container: Object) -> bool:
         """Whether a container certainly runs the engine, by its command or, without a command, its image."""
-        words = words_of(container)
-        if self.launcher.search("\n".join(words)) or any(map(self._shell_line().search, words)):
+        words, line = words_of(container), rf"\b({'|'.join(map(re.escape, self.shell_commands))})\b"
+        if self.launcher.search("\n".join(words)) or any(re.search(line, word) for word in words):
             return True
         return not container.get("command") and self.has_image(container)
-
-    def _shell_line(self) -> re.Pattern[str]:
-        return re.compile(rf"\b({'|'.join(map(re.escape, self.shell_commands))})\b")
 
     def has_image(self, container: Object) -> bool:
         """Whether the container's image is a published image of the engine."""
