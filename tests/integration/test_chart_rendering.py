@@ -7,9 +7,9 @@ import yaml
 
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.injection.profile import profile
-from lmcache_operator.components.traffic import SCRAPER_LABEL
 from lmcache_operator.contract.base import Context
 from lmcache_operator.specs.names import INJECT_LABEL, PAGES_LABEL, STOCK_IMAGES
+from lmcache_operator.specs.stateful import SCRAPER_LABEL
 from tests.harness import alert_rules
 from tests.harness.kube import CHART, Helm, helm_error
 from tests.harness.operator.model import cluster

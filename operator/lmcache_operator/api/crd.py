@@ -11,8 +11,7 @@ from lmcache_operator.api import GROUP, KIND, PLURAL, PROFILE_KIND, PROFILE_PLUR
 from lmcache_operator.api.documents import dump
 from lmcache_operator.api.engine_kinds import ENGINE_KINDS
 from lmcache_operator.api.fields import Field, Rule, is_part
-from lmcache_operator.api.keywords import CLUSTER_NAME
-from lmcache_operator.api.naming import NAMING
+from lmcache_operator.api.keywords import CLUSTER_NAME, NAMING
 from lmcache_operator.api.types import Spec, Status
 
 _HEADER = "# Generated from operator/lmcache_operator/api by `make generate`.\n"

@@ -18,6 +18,30 @@ CLUSTER_NAME = Rule(
     "metadata.name must start with a letter, hold only a-z, 0-9 and '-', and have at most 45 characters",
     lambda name: re.fullmatch(CLUSTER_NAME_PATTERN, name) is not None,
 )
+_MAX_LENGTH = 37
+_SUFFIX = "-prefill"
+_NO_PEERS_REF = "!has(self.spec.tiers.peers) || !has(self.spec.tiers.peers.clusterRef)"
+NAMING = (
+    Rule(
+        f"{_NO_PEERS_REF} || self.spec.tiers.peers.clusterRef.name != self.metadata.name",
+        "spec.tiers.peers.clusterRef must name another LMCacheCluster: leave it out for this one's own peers",
+        lambda cluster: (
+            not ((peers := cluster.spec.tiers.peers) and peers.cluster_ref)
+            or peers.cluster_ref.name != cluster.name
+        ),
+    ),
+    Rule(
+        "!has(self.spec.engine) || !has(self.spec.engine.prefill) || "
+        f"(self.metadata.name.size() <= {_MAX_LENGTH} && !self.metadata.name.endsWith('{_SUFFIX}'))",
+        "with spec.engine.prefill, metadata.name must have at most 37 characters and must not end with "
+        "-prefill, because NAME-prefill is the LMCacheCluster of the prefill pods",
+        lambda cluster: (
+            not (cluster.spec.engine and cluster.spec.engine.prefill)
+            or (len(cluster.name) <= _MAX_LENGTH and not cluster.name.endswith(_SUFFIX))
+        ),
+    ),
+)
+"""Rules that an LMCacheCluster's name and its spec must follow together."""
 
 
 ARGUMENTS: dict[str, Any] = {

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from lmcache_operator.api import GROUP
 from lmcache_operator.api.engine_kinds import ENGINE_KINDS
 from lmcache_operator.api.fields import Field, Part, Rule, is_part
-from lmcache_operator.api.keywords import CLUSTER_NAME, CLUSTER_NAME_PATTERN
-from lmcache_operator.api.naming import NAMING
+from lmcache_operator.api.keywords import CLUSTER_NAME, CLUSTER_NAME_PATTERN, NAMING
 from lmcache_operator.api.router import KV_AWARE
 from lmcache_operator.api.tiers import MemoryTierSpec
 from lmcache_operator.api.types import EngineSpec, Model, Spec

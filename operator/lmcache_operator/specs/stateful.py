@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.tiers import PeerTls, ShardTls
+from lmcache_operator.api.types import Spec
 from lmcache_operator.specs import Object, names
 
 CONTAINER_SECURITY: Object = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 READ_ONLY_SECURITY = CONTAINER_SECURITY | {"readOnlyRootFilesystem": True}
+SCRAPER_LABEL = "lmcache.io/scraper"
+"""A namespace with this label set to "true" may reach metrics ports."""
 
 
 def pod_security(uid: int, **fields: object) -> Object:
@@ -64,6 +67,26 @@ def spread_over_nodes(selector: dict[str, str]) -> Object:
 def network_policy(selector: dict[str, str], *ingress: Object) -> Object:
     """Allow only this traffic to the pods, and all traffic from them."""
     return {"ingress": list(ingress), "podSelector": {"matchLabels": selector}, "policyTypes": ["Ingress"]}
+
+
+def from_pods(labels: dict[str, str]) -> Object:
+    """Pods of the policy's namespace with these labels."""
+    return {"podSelector": {"matchLabels": labels}}
+
+
+def scrapers() -> list[Object]:
+    """Readers of metrics: the policy's namespace, and those with the label ``lmcache.io/scraper=true``."""
+    return [{"podSelector": {}}, {"namespaceSelector": {"matchLabels": {SCRAPER_LABEL: "true"}}}]
+
+
+def from_clients(spec: Spec, ports: list[Object]) -> list[Object]:
+    """The rule that opens ports to the clients in the spec, by default to everybody.
+
+    There is no rule for an empty list: Kubernetes takes an empty ``from`` for everybody.
+    """
+    if spec.clients is None:
+        return [{"ports": ports}]
+    return [{"from": spec.clients, "ports": ports}] if spec.clients else []
 
 
 def certificates(

@@ -18,7 +18,6 @@ from lmcache_operator.components.engine.gpus import CUDA_IPC, claim_spec, planne
 from lmcache_operator.components.engine.pod import MemorySize, pod_template
 from lmcache_operator.components.engine.status import engine_status
 from lmcache_operator.components.images import recorded, recorded_in
-from lmcache_operator.components.traffic import from_clients, from_pods, scrapers
 from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.pods.pods import has_no_node, is_outdated, next_eviction
@@ -227,7 +226,7 @@ def _network_policy(cluster: Cluster, context: Context) -> Object:
     Ports of features have senders of their own, and only the router reads KV events. Clients reach the other
     ports, and the router that of the engine. Egress stays open.
     """
-    metrics = scrapers()
+    metrics = stateful.scrapers()
     if context.operator_namespace:
         # The API server sets this label itself, so no user can claim the name of another namespace.
         namespace = {"matchLabels": {"kubernetes.io/metadata.name": context.operator_namespace}}
@@ -236,22 +235,22 @@ def _network_policy(cluster: Cluster, context: Context) -> Object:
         )
     senders: dict[int, list[Object]] = {names.SIDECAR_PORT: metrics}
     for feature in FEATURES:
-        engines = from_pods({names.COMPONENT_LABEL: names.ENGINE} | feature.labels(cluster))
+        engines = stateful.from_pods({names.COMPONENT_LABEL: names.ENGINE} | feature.labels(cluster))
         senders |= {port: [engines] for port in feature.ports(cluster).values()}
     if reader := cluster.events_reader:
-        senders[names.EVENTS_PORT] = [from_pods(names.selector(reader, names.ROUTER))]
+        senders[names.EVENTS_PORT] = [stateful.from_pods(names.selector(reader, names.ROUTER))]
     ranges = _open_ranges(sorted(senders))
     other_ports = [
         *({"endPort": last, "port": first, "protocol": "TCP"} for first, last in ranges),
         {"endPort": _HIGHEST_PORT, "port": 1, "protocol": "UDP"},
     ]
     if cluster.spec.router and cluster.spec.clients is not None:
-        senders[names.ENGINE_PORT] = [from_pods(names.selector(cluster.name, names.ROUTER))]
+        senders[names.ENGINE_PORT] = [stateful.from_pods(names.selector(cluster.name, names.ROUTER))]
     limited = [
         {"from": allowed, "ports": [{"port": port, "protocol": "TCP"}]} for port, allowed in senders.items()
     ]
     selector = names.selector(cluster.name, names.ENGINE)
-    return stateful.network_policy(selector, *from_clients(cluster.spec, other_ports), *limited)
+    return stateful.network_policy(selector, *stateful.from_clients(cluster.spec, other_ports), *limited)
 
 
 def _open_ranges(restricted: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -11,18 +11,16 @@ from dataclasses import replace
 from typing import cast
 
 from lmcache_operator.api import KIND
-from lmcache_operator.api.naming import prefill_name
 from lmcache_operator.api.parse import EVENTS_FOR, Cluster, parse, written
 from lmcache_operator.api.tiers import ClusterRef, Tiers
 from lmcache_operator.api.types import EngineSpec
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.router.router import had_prefill_pods
-from lmcache_operator.components.traffic import from_pods
 from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
 from lmcache_operator.contract.conditions import Condition, Problem, Reason, Trouble
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.pods.differences import differences
-from lmcache_operator.specs import Images, Object, names
+from lmcache_operator.specs import Images, Object, names, stateful
 from lmcache_operator.specs.merge import dig
 
 _AVAILABLE = "PrefillAvailable"
@@ -74,7 +72,7 @@ class PrefillPods(Component):
         degraded = conditions.get("Degraded", {})
         problem = Problem(
             cast(Trouble, degraded.get("reason")),
-            f"LMCacheCluster {prefill_name(observed.name)}: {degraded.get('message')}",
+            f"LMCacheCluster {names.object_name(observed.name, names.PREFILL)}: {degraded.get('message')}",
         )
         progressing = _progressing(child, conditions.get("Progressing", {}), count)
         return ComponentStatus(
@@ -144,7 +142,7 @@ def _spec(cluster: Cluster, images: Images) -> Object:
         sidecar=sidecar,
         tiers=_tiers(cluster),
         router=None,
-        clients=None if spec.clients is None else [*spec.clients, from_pods(router)],
+        clients=None if spec.clients is None else [*spec.clients, stateful.from_pods(router)],
         autoscaling=replace(spec.autoscaling, remote=None),
     )
     rendered = written(derived)

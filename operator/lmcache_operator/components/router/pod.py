@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lmcache_operator.api.naming import prefill_name
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.router import Router
 from lmcache_operator.components.engine.kinds import kind_of
@@ -134,7 +133,7 @@ def _pools(cluster: Cluster) -> list[str]:
         return ["--selector", *selector(cluster.name)]
     return [
         WITH_PREFILL,
-        "--prefill-selector", *selector(prefill_name(cluster.name)),
+        "--prefill-selector", *selector(names.object_name(cluster.name, names.PREFILL)),
         "--decode-selector", *selector(cluster.name),
         *_FAST_CHECKS,
     ]  # fmt: skip

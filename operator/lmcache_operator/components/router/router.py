@@ -6,12 +6,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lmcache_operator.api.naming import prefill_name
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.router import Router
 from lmcache_operator.components.images import default_image, recorded
 from lmcache_operator.components.router.pod import WITH_PREFILL, pod_template
-from lmcache_operator.components.traffic import from_clients, scrapers
 from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
 from lmcache_operator.contract.conditions import Condition, Problem, former_conditions
 from lmcache_operator.pods.differences import differences
@@ -41,7 +39,7 @@ class Routing(Component):
     def referred(self, resource: Object) -> str:
         """Name of the cluster of prefill pods; empty: none."""
         has_prefill = dig(resource, "spec", "engine", "prefill") is not None
-        return prefill_name(resource["metadata"]["name"]) if has_prefill else ""
+        return names.object_name(resource["metadata"]["name"], names.PREFILL) if has_prefill else ""
 
     def render(self, cluster: Cluster, context: Context) -> list[Object]:
         """The children that the spec asks for; none without ``spec.router``."""
@@ -161,8 +159,8 @@ def _network_policy(cluster: Cluster, selector: dict[str, str]) -> Object:
     http, metrics = ({"port": port["port"], "protocol": "TCP"} for port in _PORTS)
     if cluster.spec.clients is None:
         return stateful.network_policy(selector, {"ports": [http, metrics]})
-    readers = {"from": scrapers(), "ports": [metrics]}
-    return stateful.network_policy(selector, *from_clients(cluster.spec, [http]), readers)
+    readers = {"from": stateful.scrapers(), "ports": [metrics]}
+    return stateful.network_policy(selector, *stateful.from_clients(cluster.spec, [http]), readers)
 
 
 def _deployment_spec(cluster: Cluster, router: Router, default: str) -> dict[str, Any]:
