@@ -194,10 +194,10 @@ def option_name(arg: str) -> str:
     return arg.partition("=")[0]
 
 
-def json_of(text: str | bytes) -> Any:
-    """The value of a JSON text; None if it is invalid."""
+def object_of(text: str | bytes) -> dict[str, Any] | None:
+    """The object of a JSON text; None if it is invalid, or another value."""
     with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(text)
+        return value if isinstance(value := json.loads(text), dict) else None
     return None
 
 

@@ -157,8 +157,7 @@ class SGLang(base.EngineKind):
 
     def read_pages(self, bodies: Sequence[bytes]) -> dict[str, Any]:
         """The version, and the settings of the caches."""
-        parsed = base.json_of(bodies[0])
-        info = parsed if isinstance(parsed, dict) else {}
+        info = base.object_of(bodies[0]) or {}
         facts: dict[str, Any] = {"version": plain(info.get("version"))}
         if cache := {name: plain(str(info[name])) for name in _SETTINGS if name in info}:
             facts["cache"] = cache
@@ -176,8 +175,8 @@ class SGLang(base.EngineKind):
         if (backend := self.option(words, _BACKEND)) != "dynamic":
             text = f"{_BACKEND} is {plain(backend) or 'not set'}, so the engine does not load LMCache."
             yield base.KindProblem(True, text, f"Set {_BACKEND} dynamic.")
-        parsed = base.json_of(config)
-        if not isinstance(parsed, dict):
+        parsed = base.object_of(config)
+        if parsed is None:
             yield base.KindProblem(True, f"{_BACKEND_CONFIG} is not a JSON object.", "Correct the argument.")
         elif parsed.get("interface_v1") != 1:
             value = plain(str(parsed.get("interface_v1", "not set")))

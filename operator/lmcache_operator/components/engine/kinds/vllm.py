@@ -152,8 +152,7 @@ class VLLM(base.EngineKind):
 
     def read_pages(self, bodies: Sequence[bytes]) -> dict[str, Any]:
         """The version, and the labels of vLLM's metric about its cache."""
-        version, metrics = base.json_of(bodies[0]), bodies[1]
-        known = version if isinstance(version, dict) else {}
+        known, metrics = base.object_of(bodies[0]) or {}, bodies[1]
         facts: dict[str, Any] = {"version": plain(known.get("version"))}
         if config := _METRIC.search(metrics.decode(errors="replace")):
             facts["cache"] = dict(_LABEL.findall(config[1]))
@@ -169,8 +168,8 @@ class VLLM(base.EngineKind):
         config = self.option(words, _CONFIG)
         if config is None:
             return  # a shell or a file may set the options: /stats says whether the engine is attached
-        parsed = base.json_of(config)
-        if not isinstance(parsed, dict):
+        parsed = base.object_of(config)
+        if parsed is None:
             yield base.KindProblem(True, f"{_CONFIG} is not a JSON object.", "Correct the argument.")
         elif (policy := parsed.get("kv_load_failure_policy")) != "recompute":
             value = plain(policy) or "not set"
