@@ -111,26 +111,25 @@ def _pod(figures: PodFigures) -> dict[str, Any]:
 def _tiers(gathered: Gathered) -> Iterator[dict[str, Any]]:
     """Yield the engines' own caches and all tiers that a sidecar has, each as plain data."""
     tokens = merge.totals(gathered.stats, "causes", "cause_tokens")
-    sizes = lower_sizes(gathered)
+    sizes = lower_sizes(gathered) | {"memory": int(merge.total(gathered.stats, "memory", "size_bytes"))}
+    if engine_bytes := int(merge.total(gathered.stats, "lookups", "engine_kv_bytes")):
+        sizes["engine"] = engine_bytes
     for name in HITS:
         having = [report for report in gathered.stats if name == "engine" or merge.part(report, name)]
         if not having:
             continue
-        tier = {"name": name, "sizeBytes": sizes.get(name), "usedBytes": None, "hitTokens": tokens[name]}
-        if name == "engine":
-            tier["sizeBytes"] = int(merge.total(having, "lookups", "engine_kv_bytes")) or None
-        elif name == "memory":
-            tier["sizeBytes"] = int(merge.total(having, "memory", "size_bytes"))
-            tier["usedBytes"] = int(merge.total(having, "memory", "used_bytes"))
-        elif name == "disk":
-            tier["usedBytes"] = int(merge.total(having, name, "used_bytes"))
-        elif name == "remote":  # all sidecars share it
-            tier["usedBytes"] = int(max(merge.total([report], name, "used_bytes") for report in having))
+        used = [int(merge.total([report], name, "used_bytes")) for report in having]
         parts = [merge.part(report, name) for report in having]
         off = [part for part in parts if part.get("is_reachable") is False]
         reason = plain(off[0].get("off_reason")) or "unavailable" if off else ""
-        tier["problem"] = f"{len(off)} of {len(having)} pods: {reason}" if off else ""
-        yield tier
+        yield {
+            "name": name,
+            "sizeBytes": sizes.get(name),
+            # All sidecars share the remote tier.
+            "usedBytes": {"memory": sum(used), "disk": sum(used), "remote": max(used)}.get(name),
+            "hitTokens": tokens[name],
+            "problem": f"{len(off)} of {len(having)} pods: {reason}" if off else "",
+        }
 
 
 def screen(
