@@ -26,7 +26,6 @@ _MAX_AT_ONCE = 64
 _METRICS_PORTS = ("metrics", "lmcache-metrics")
 NO_TIME = "no answer before the time for all pods was over"
 """Problem of a pod whose turn did not come, or came late."""
-STATS = "/stats"
 
 
 class PodFigures(NamedTuple):
@@ -88,12 +87,12 @@ async def pods_of(connection: ApiConnection, name: str | None) -> list[Object]:
         *(connection.api.find(POD, connection.namespace, labelSelector=selector) for selector in selectors)
     )
     by_name = {pod["metadata"]["name"]: pod for pods in matching for pod in pods}
-    return [by_name[name] for name in sorted(by_name, key=natural_order)]
+    return sorted(by_name.values(), key=natural_order)
 
 
 async def read_stats(get: Get, pods: Sequence[Object], *, seconds: float = _ALL_SECONDS) -> list[PodFigures]:
     """Read /stats of all pods, several at once. Pods that are not reached in time get the reason."""
-    return await read_each(pods, lambda pod: read_page(get, pod, STATS), seconds=seconds)
+    return await read_each(pods, lambda pod: read_page(get, pod, "/stats"), seconds=seconds)
 
 
 async def read_each(
@@ -178,7 +177,8 @@ def late_pods(figures: Sequence[PodFigures]) -> list[str]:
     ]
 
 
-def natural_order(name: str) -> tuple[str, int]:
-    """Sort key of pod names: a number at the end counts as a number."""
+def natural_order(pod: Object) -> tuple[str, int]:
+    """Sort key of pods: a number at the end of the name counts as a number."""
+    name = str(pod["metadata"]["name"])
     start, _, end = name.rpartition("-")
     return (start, int(end)) if end.isdecimal() else (name, -1)

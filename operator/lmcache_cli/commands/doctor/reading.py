@@ -15,12 +15,13 @@ from urllib.parse import quote
 from lmcache_cli.commands.connection import ApiConnection, no_cluster
 from lmcache_cli.commands.doctor.answers import ApiAnswer
 from lmcache_cli.commands.doctor.checks.admission import QUOTA, lacks_pods, pod_of
-from lmcache_cli.commands.doctor.checks.engines import engine_port, has_tls, kind_of_pod
+from lmcache_cli.commands.doctor.checks.engines import engine_container, kind_of_pod
 from lmcache_cli.commands.doctor.checks.features import uses_nodes
 from lmcache_cli.commands.doctor.checks.rights import CREATE_PODS, OPERATOR_RIGHTS, USER_RIGHTS
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts, PodTrial, Right
 from lmcache_cli.commands.gather import PodFigures, natural_order, read_each, read_stats
 from lmcache_operator.api import GROUP, PLURAL, PROFILE_PLURAL, VERSION
+from lmcache_operator.components.engine.kinds.base import words_of
 from lmcache_operator.errors import NoAnswerError
 from lmcache_operator.kube.pod_http import Get, PodHttp
 from lmcache_operator.kube.refusals import error_of
@@ -159,8 +160,10 @@ class _Reader:
         pods, shard_pods = dict[str, list[Object]](), dict[str, list[Object]]()
         for name in known:
             engine_pods = _labelled(of_clusters, names.selector(name, names.ENGINE))
-            pods[name] = sorted([*engine_pods, *_labelled(injected, {names.INJECT_LABEL: name})], key=natural)
-            shard_pods[name] = sorted(_labelled(of_clusters, names.selector(name, names.REMOTE)), key=natural)
+            engine_pods += _labelled(injected, {names.INJECT_LABEL: name})
+            pods[name] = sorted(engine_pods, key=natural_order)
+            remote_pods = _labelled(of_clusters, names.selector(name, names.REMOTE))
+            shard_pods[name] = sorted(remote_pods, key=natural_order)
         ready = {name: [pod for pod in pods[name] if is_ready(pod)][:_MAX_ENGINES] for name in known}
         await asyncio.wait((before,), timeout=_HEAD_START_SECONDS)
         http = PodHttp(self._api, seconds=min(_POD_SECONDS, self._seconds))
@@ -319,17 +322,13 @@ def _labelled(pods: ApiAnswer, labels: Mapping[str, str]) -> list[Object]:
     return [pod for pod in pods.items if labels.items() <= (pod["metadata"].get("labels") or {}).items()]
 
 
-def natural(pod: Object) -> tuple[str, int]:
-    """Sort key of pods: a number at the end of the name counts as a number."""
-    return natural_order(pod["metadata"]["name"])
-
-
 async def read_engine(get: Get, pod: Object) -> PodFigures:
     """Read a ready engine: ``version`` and ``cache`` take the place of /stats."""
-    if has_tls(pod):
+    kind, words = kind_of_pod(pod), words_of(engine_container(pod) or {})
+    if kind.option(words, kind.certificate) is not None:
         return PodFigures(pod, problem="it serves HTTPS, which this command does not read")
-    place = pod["metadata"]["namespace"], pod["metadata"]["name"], engine_port(pod)
-    kind = kind_of_pod(pod)
+    port = kind.int_option(words, "--port") or kind.default_port
+    place = pod["metadata"]["namespace"], pod["metadata"]["name"], port
     answers = await asyncio.gather(*(get(*place, path) for path in kind.pages))
     if answers[0].missing_right:
         return PodFigures(pod, problem=f"forbidden: {answers[0].missing_right}")

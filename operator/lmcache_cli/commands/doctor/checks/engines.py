@@ -10,7 +10,7 @@ from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_cli.commands.doctor.results import Result, failure, grouped, ok, unknown, warning
 from lmcache_cli.commands.gather import PodFigures, objects_in, sidecar_port
 from lmcache_operator.components.engine.kinds import KINDS, kind_in
-from lmcache_operator.components.engine.kinds.base import EngineKind, KindProblem, words_of
+from lmcache_operator.components.engine.kinds.base import EngineKind, KindProblem
 from lmcache_operator.components.injection.pods import CONTAINER
 from lmcache_operator.specs import Object, names
 from lmcache_store.common.text import plain
@@ -37,18 +37,6 @@ def _result(problem: KindProblem) -> Result:
     if problem.is_failure:
         return failure(problem.statement, problem.remedy, "EngineNotAttached")
     return warning(problem.statement, problem.remedy)
-
-
-def engine_port(pod: Object) -> int:
-    """Return the port of the engine's HTTP server."""
-    kind = kind_of_pod(pod)
-    return kind.int_option(words_of(engine_container(pod) or {}), "--port") or kind.default_port
-
-
-def has_tls(pod: Object) -> bool:
-    """Whether the engine serves HTTPS only."""
-    kind = kind_of_pod(pod)
-    return kind.option(words_of(engine_container(pod) or {}), kind.certificate) is not None
 
 
 def clients(stats: Mapping[str, Any]) -> list[Mapping[str, Any]]:
