@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import shutil
 import textwrap
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from lmcache_cli.commands import connection, printing
 from lmcache_operator.api import KIND
 from lmcache_operator.api.parse import parse
+from lmcache_operator.api.tiers import ManagedRemote
 from lmcache_operator.errors import NoCurveError
 from lmcache_operator.manifests import file_errors, read_objects
 from lmcache_operator.specs import Object
@@ -21,6 +21,7 @@ from lmcache_store.common.units import format_size, parse_size
 
 _TIERS = ("memory", "remote")
 _ABOUT = {"samples": "samples", "half-life": "window", "observed": "observedAt"}
+_MARKS = {"present": "current", "recommended": "recommended"}
 _MIN_BARS, _MAX_BARS = 10, 60
 _OTHER_COLUMNS = 59
 """Columns of a line besides the bar."""
@@ -48,8 +49,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace, resource: Object) -> int:
-    curve = Curve.of(resource, arguments.tier)
-    print(curve.text(shutil.get_terminal_size().columns), end="")
+    print(curve_text(resource, arguments.tier, shutil.get_terminal_size().columns), end="")
     return 0
 
 
@@ -77,71 +77,55 @@ class CurveRow(NamedTuple):
     """Net value in USD per hour, compared with the present size."""
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Expected hits and net value for all sizes of one tier."""
+def curve_text(resource: Object, tier: str, width: int) -> str:
+    """Return the curve of a tier in the status of an LMCacheCluster. ``width``: columns of the terminal.
 
-    title: str
-    about: str
-    """Samples, half-life and time of the counts."""
-    reason: str
-    current: int
-    """Present size: bytes of one pod, or of all shards."""
-    recommended: int
-    points: tuple[CurveRow, ...]
-    """Points in ascending order, including the present and the recommended size."""
-
-    @classmethod
-    def of(cls, resource: Object, tier: str) -> Self:
-        """Read the curve from an LMCacheCluster. Raises InvalidSpecError, or NoCurveError with the reason."""
-        metadata, name = resource["metadata"], resource["metadata"]["name"]
-        scaling = (resource.get("status") or {}).get("autoscaling")
-        if not scaling:
-            raise NoCurveError(
-                f"{name}: status.autoscaling is empty. The operator fills it some minutes after a sidecar "
-                "answers, unless spec.autoscaling.mode is Off"
-            )
-        try:
-            if not (status := scaling.get(tier)):
-                known = ", ".join(f"--tier {tier}" for tier in _TIERS if scaling.get(tier)) or "none yet"
-                raise NoCurveError(f"{name}: its {tier} tier has no curve; available: {known}")
-            if not status.get("curve"):
-                raise NoCurveError(f"{name}: its {tier} tier has no curve yet: {status.get('reason')}")
-            managed = parse(resource).spec.tiers.managed if tier == _TIERS[1] else None
-            shard_bytes = managed.shard_bytes if managed else 0
-            current, recommended = (_size(status[name], shard_bytes) for name in ("current", "recommended"))
-            about = (f"{label} {scaling[field]}" for label, field in _ABOUT.items() if field in scaling)
-            title = f"{metadata.get('namespace') or 'default'}/{name}: the {tier} tier"
-            points = tuple(sorted(map(_point, status["curve"])))
-            return cls(title, ", ".join(about), str(status["reason"]), current, recommended, points)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise NoCurveError(
-                f"{name}: status.autoscaling is from another version: {type(error).__name__}: {error}"
-            ) from error
-
-    def what_is(self, point: CurveRow) -> str:
-        """Return "present", "recommended", both, or nothing."""
-        words = {"present": self.current, "recommended": self.recommended}
-        return " and ".join(word for word, size in words.items() if size == point.num_bytes)
-
-    def text(self, width: int) -> str:
-        """Return the curve as text for a terminal of ``width`` characters."""
-        largest = max(point.high for point in self.points) or 1.0
-        scale = max(_MIN_BARS, min(_MAX_BARS, width - _OTHER_COLUMNS)) / largest
-        rows = [("", "size", "hits", "(sampling)", "", "USD/h", "")]
-        for point in self.points:
-            word, low, high = self.what_is(point), round(scale * point.low), round(scale * point.high)
-            mark, bounds = ">" if "present" in word else "", f"{point.low:.1f}-{point.high:.1f}"
-            bar = ("=" * low).ljust(high, "-")
-            rows.append((mark, point.size, f"{point.hit:.1f} %", bounds, bar, f"{point.net:+.3f}", word))
-        lines = printing.table(rows, right=(1, 2, 5))
-        sentences = textwrap.wrap(self.reason, width)
-        return "\n".join([self.title, f"({self.about})", "", *lines, "", *sentences]) + "\n"
+    Raises:
+        InvalidSpecError: the spec is invalid.
+        NoCurveError: there is no curve. The message gives the reason.
+    """
+    metadata, name = resource["metadata"], resource["metadata"]["name"]
+    scaling = (resource.get("status") or {}).get("autoscaling")
+    if not scaling:
+        raise NoCurveError(
+            f"{name}: status.autoscaling is empty. The operator fills it some minutes after a sidecar "
+            "answers, unless spec.autoscaling.mode is Off"
+        )
+    try:
+        if not (status := scaling.get(tier)):
+            known = ", ".join(f"--tier {tier}" for tier in _TIERS if scaling.get(tier)) or "none yet"
+            raise NoCurveError(f"{name}: its {tier} tier has no curve; available: {known}")
+        if not status.get("curve"):
+            raise NoCurveError(f"{name}: its {tier} tier has no curve yet: {status.get('reason')}")
+        managed = parse(resource).spec.tiers.managed if tier == _TIERS[1] else None
+        sizes = {word: _size(status[field], managed) for word, field in _MARKS.items()}
+        about = ", ".join(f"{label} {scaling[field]}" for label, field in _ABOUT.items() if field in scaling)
+        title = f"{metadata.get('namespace') or 'default'}/{name}: the {tier} tier"
+        lines = _lines(sorted(map(_point, status["curve"])), sizes, width)
+        sentences = textwrap.wrap(str(status["reason"]), width)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise NoCurveError(
+            f"{name}: status.autoscaling is from another version: {type(error).__name__}: {error}"
+        ) from error
+    return "\n".join([title, f"({about})", "", *lines, "", *sentences]) + "\n"
 
 
-def _size(value: Any, shard_bytes: int) -> int:
-    """Return a size of the status in bytes. For the remote tier, ``value`` is a number of shards."""
-    return parse_size(format_size(value * shard_bytes)) if shard_bytes else parse_size(value)
+def _lines(points: Sequence[CurveRow], sizes: Mapping[str, int], width: int) -> list[str]:
+    """Return a line for each point. ``sizes``: those to mark, by the word that marks them."""
+    largest = max(point.high for point in points) or 1.0
+    scale = max(_MIN_BARS, min(_MAX_BARS, width - _OTHER_COLUMNS)) / largest
+    rows = [("", "size", "hits", "(sampling)", "", "USD/h", "")]
+    for point in points:
+        words = " and ".join(word for word, size in sizes.items() if size == point.num_bytes)
+        mark, bounds = ">" if "present" in words else "", f"{point.low:.1f}-{point.high:.1f}"
+        bar = ("=" * round(scale * point.low)).ljust(round(scale * point.high), "-")
+        rows.append((mark, point.size, f"{point.hit:.1f} %", bounds, bar, f"{point.net:+.3f}", words))
+    return printing.table(rows, right=(1, 2, 5))
+
+
+def _size(value: Any, managed: ManagedRemote | None) -> int:
+    """Return a size of the status in bytes. For shards, ``value`` is their number."""
+    return parse_size(format_size(value * managed.shard_bytes) if managed else value)
 
 
 def _point(values: Mapping[str, Any]) -> CurveRow:

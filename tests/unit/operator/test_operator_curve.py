@@ -1,5 +1,6 @@
 """``kubectl lmcache curve``: the hit curve of a tier as text."""
 
+import contextlib
 import copy
 import re
 import tomllib
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_cli.__main__ import main
-from lmcache_cli.commands.curve import Curve
+from lmcache_cli.commands.curve import curve_text
 from lmcache_operator.errors import NoCurveError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -59,7 +60,7 @@ def write(tmp_path: Path, document: Any) -> list[str]:
 
 
 def test_text_marks_present_and_recommended_size() -> None:
-    lines = Curve.of(CLUSTER, "memory").text(100).splitlines()
+    lines = curve_text(CLUSTER, "memory", 100).splitlines()
     rows = {row[1]: row for line in lines if (row := re.match(r"[> ] +(\w+i) .*% .*", line))}
     assert list(rows) == ["16Gi", "65536Mi", "108Gi", "512Gi"]
     present, recommended = rows["65536Mi"][0], rows["108Gi"][0]
@@ -74,12 +75,12 @@ def test_text_marks_present_and_recommended_size() -> None:
 
 @pytest.mark.parametrize("width", [20, 80, 200])
 def test_text_fits_the_width(width: int) -> None:
-    widest = max(map(len, Curve.of(CLUSTER, "memory").text(width).splitlines()))
+    widest = max(map(len, curve_text(CLUSTER, "memory", width).splitlines()))
     assert widest <= max(width, 80)
 
 
 def test_size_that_is_present_and_recommended_is_marked_once() -> None:
-    text = Curve.of(changed("recommended", "64Gi"), "memory").text(80)
+    text = curve_text(changed("recommended", "64Gi"), "memory", 80)
     assert text.count("present") == 1
     assert "present and recommended" in text
 
@@ -89,8 +90,10 @@ def test_remote_curve_matches_sizes_to_numbers_of_shards() -> None:
     remote = {"current": 1, "recommended": 3, "next": 2, "reason": REASON}
     remote["curve"] = [point("108Gi", 0.3, 0), point("216Gi", 0.4, 0.1), point("324Gi", 0.45, 0.11)]
     spec = {"model": {"name": "m"}, "engine": {}, "tiers": tiers}
-    curve = Curve.of(CLUSTER | {"spec": spec, "status": {"autoscaling": {"remote": remote}}}, "remote")
-    assert [curve.what_is(curve_point) for curve_point in curve.points] == ["present", "", "recommended"]
+    cluster = CLUSTER | {"spec": spec, "status": {"autoscaling": {"remote": remote}}}
+    rows = [line.split() for line in curve_text(cluster, "remote", 80).splitlines() if " % " in line]
+    marks = [(row[row[0] == ">"], row[-1]) for row in rows]
+    assert marks == [("108Gi", "present"), ("216Gi", "+0.100"), ("324Gi", "recommended")]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +107,7 @@ def test_remote_curve_matches_sizes_to_numbers_of_shards() -> None:
 )
 def test_missing_curve_raises_error_with_reason(cluster: dict[str, Any], tier: str, message: str) -> None:
     with pytest.raises(NoCurveError, match=f"^llama: {message}"):
-        Curve.of(cluster, tier)
+        curve_text(cluster, tier, 80)
 
 
 @given(
@@ -116,11 +119,8 @@ def test_unexpected_status_values_raise_no_other_error(value: Any) -> None:
         resource = copy.deepcopy(CLUSTER)
         autoscaling = resource["status"]["autoscaling"]
         (autoscaling if field in autoscaling else autoscaling["memory"])[field] = value
-        try:
-            curve = Curve.of(resource, "memory")
-        except NoCurveError:
-            continue
-        assert curve.text(80)
+        with contextlib.suppress(NoCurveError):
+            assert curve_text(resource, "memory", 80)
 
 
 def test_curve_reads_a_list_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
