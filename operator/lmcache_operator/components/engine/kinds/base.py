@@ -189,6 +189,11 @@ class EngineKind(ABC):
         return self.image.fullmatch(container.get("image") or "") is not None
 
 
+def refused(flags: Sequence[str], option: str, sentence: str) -> InvalidSpecError:
+    """The error about an option among those that the user's arguments set."""
+    return InvalidSpecError(f"spec.engine.args[{flags.index(option)}]", sentence)
+
+
 def option_name(arg: str) -> str:
     """Name of the option in an argument that the operator wrote."""
     return arg.partition("=")[0]

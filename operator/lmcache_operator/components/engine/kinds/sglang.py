@@ -15,7 +15,6 @@ from typing import Any
 from lmcache_operator.api.engine_kinds import SGLANG
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.components.engine.kinds import base
-from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import ENGINE_PORT
 from lmcache_operator.specs.paths import SOCKET_PATH
@@ -134,10 +133,8 @@ class SGLang(base.EngineKind):
         flags = self.checked_flags(user_args)
         page = self.int_option(user_args, _PAGE)
         if page is not None and page < _MIN_PAGE_TOKENS:
-            path = f"spec.engine.args[{flags.index(_PAGE)}]"
-            raise InvalidSpecError(
-                path, f"a page must have at least {_MIN_PAGE_TOKENS} tokens: {base.NO_CACHE}"
-            )
+            sentence = f"a page must have at least {_MIN_PAGE_TOKENS} tokens: {base.NO_CACHE}"
+            raise base.refused(flags, _PAGE, sentence)
         options: dict[str, str | int] = {
             "--host": "0.0.0.0",
             "--model-path": model.name,

@@ -10,7 +10,6 @@ from typing import Any
 from lmcache_operator.api import engine_kinds
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.components.engine.kinds import base
-from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import ENGINE_PORT, EVENTS_PORT
 from lmcache_operator.specs.paths import SOCKET_PATH
@@ -212,13 +211,11 @@ class VLLM(base.EngineKind):
         """The option that each argument sets. Raises InvalidSpecError for one that breaks the cache."""
         flags = self.checked_flags(args)
         if (executor := self.option(args, _EXECUTOR)) in ("ray", "external_launcher"):
-            path = f"spec.engine.args[{flags.index(_EXECUTOR)}]"
-            raise InvalidSpecError(path, f"{_EXECUTOR} can't be {executor}: {base.ONE_POD}")
+            raise base.refused(flags, _EXECUTOR, f"{_EXECUTOR} can't be {executor}: {base.ONE_POD}")
         block = self.int_option(args, _BLOCK)
         if block is not None and (block == 0 or chunk_tokens % block):
-            path = f"spec.engine.args[{flags.index(_BLOCK)}]"
             message = f"spec.sidecar.chunkTokens ({chunk_tokens}) must be a multiple of the block size"
-            raise InvalidSpecError(path, message)
+            raise base.refused(flags, _BLOCK, message)
         return flags
 
 
@@ -232,8 +229,7 @@ def _check_events(cluster: Cluster, flags: Sequence[str]) -> None:
     if cluster.spec.tenants is not None:
         why = "KV events contain the salts of tenants in clear text. Remove the option, or spec.tenants"
     if why and _EVENTS in flags:
-        path = f"spec.engine.args[{flags.index(_EVENTS)}]"
-        raise InvalidSpecError(path, f"{_EVENTS} can't be set: {why}")
+        raise base.refused(flags, _EVENTS, f"{_EVENTS} can't be set: {why}")
 
 
 def _kv_transfer_config(cluster: Cluster) -> str:
