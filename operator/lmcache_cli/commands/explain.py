@@ -57,10 +57,7 @@ def _run(arguments: argparse.Namespace) -> int:
             _print_tenant(gathered, arguments)
             return 0
         print_problems(problems_of(gathered.pods, gathered.problems))
-        if arguments.output == "table":
-            print(*_lines(gathered), sep="\n")
-        else:
-            print(printing.document(explanation(gathered), arguments.output), end="")
+        print(printing.answer(arguments.output, _lines(gathered), explanation(gathered)), end="")
         return 0
 
     return connection.run(arguments, show)
@@ -107,9 +104,6 @@ def _print_tenant(gathered: Gathered, arguments: argparse.Namespace) -> None:
     if name not in known:
         raise NotFoundError(tenants.unknown(name, known))
     price = price_of_token(gathered)
-    if arguments.output == "table":
-        print(*tenants.lines(gathered.stats, name, price), sep="\n")
-        return
     figures, causes = tenants.tenant(gathered.stats, name), tenants.causes(gathered.stats, name)
     content = {
         "version": 1,
@@ -119,7 +113,8 @@ def _print_tenant(gathered: Gathered, arguments: argparse.Namespace) -> None:
         "findings": [finding._asdict() for finding in findings(causes, figures, price)],
         "problems": problems,
     }
-    print(printing.document(content, arguments.output), end="")
+    lines = tenants.lines(gathered.stats, name, price)
+    print(printing.answer(arguments.output, lines, content), end="")
 
 
 def problems_of(pods: Sequence[PodFigures], problems: Iterable[str]) -> list[str]:
@@ -141,10 +136,8 @@ async def _explain_request(connected: connection.ApiConnection, arguments: argpa
             f"no pod knows a request with {arguments.request_id!r} in its id: each remembers its last 1,000"
         )
     pod, newest = max(matching, key=lambda each: merge.count(each[1].get("time")))
-    if arguments.output == "table":
-        print(f"Pod {pod}.", *tables.request(newest), sep="\n")
-    else:
-        print(printing.document({"pod": pod, **newest}, arguments.output), end="")
+    lines = [f"Pod {pod}.", *tables.request(newest)]
+    print(printing.answer(arguments.output, lines, {"pod": pod, **newest}), end="")
     return 0
 
 

@@ -6,7 +6,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from textwrap import wrap
 from typing import Any
 
@@ -14,14 +14,14 @@ import yaml
 
 from lmcache_store.common.options import describe
 from lmcache_store.common.terminal import is_colorful
-from lmcache_store.common.text import Style, bar, table, width
+from lmcache_store.common.text import Style, bar, table
 
 __all__ = [
-    "FORMATS", "Style", "add_output", "bar", "describe", "document", "is_colorful",
-    "print_problems", "shortened", "table", "terminal_width", "width", "wrapped",
+    "Style", "add_output", "answer", "bar", "describe", "document", "is_colorful", "print_problems", "table",
+    "terminal_width", "wrapped",
 ]  # fmt: skip
 
-FORMATS = ("table", "json", "yaml")
+_FORMATS = ("table", "json", "yaml")
 _MIN_WIDTH, _MAX_WIDTH = 60, 120
 _MAX_PROBLEMS = 10
 
@@ -29,7 +29,7 @@ _MAX_PROBLEMS = 10
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Add the option for the format."""
     about = "format of the answer; json and yaml are for programs (default: %(default)s)"
-    parser.add_argument("-o", "--output", choices=FORMATS, default=FORMATS[0], help=about)
+    parser.add_argument("-o", "--output", choices=_FORMATS, default=_FORMATS[0], help=about)
 
 
 def document(value: Any, output: str) -> str:
@@ -39,15 +39,15 @@ def document(value: Any, output: str) -> str:
     return str(yaml.safe_dump(value, sort_keys=False))
 
 
-def shortened(problems: Sequence[str]) -> list[str]:
-    """Return the first problems, and the number of the others."""
-    more = len(problems) - _MAX_PROBLEMS
-    return [*problems[:_MAX_PROBLEMS], *([f"and {more:,} more problems"] if more > 0 else [])]
+def answer(output: str, lines: Iterable[str], value: Any) -> str:
+    """Return the answer of a command in its format: the lines for people, or plain data."""
+    return "\n".join(lines) + "\n" if output == _FORMATS[0] else document(value, output)
 
 
 def print_problems(problems: Sequence[str]) -> None:
     """Print what could not be read to standard error, and not to the answer."""
-    for problem in shortened(problems):
+    more = len(problems) - _MAX_PROBLEMS
+    for problem in [*problems[:_MAX_PROBLEMS], *([f"and {more:,} more problems"] if more > 0 else [])]:
         print(problem, file=sys.stderr)
 
 

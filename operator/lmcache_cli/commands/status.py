@@ -63,12 +63,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _text(arguments: argparse.Namespace, gathered: Gathered) -> str:
-    status = status_of(gathered)
-    if arguments.output != "table":
-        return printing.document(status, arguments.output)
-    style = printing.Style(printing.is_colorful(sys.stdout))
-    width = printing.terminal_width()
-    return "\n".join(screen(status, style, width, all_pods=arguments.all_pods)) + "\n"
+    status, style = status_of(gathered), printing.Style(printing.is_colorful(sys.stdout))
+    lines = screen(status, style, printing.terminal_width(), all_pods=arguments.all_pods)
+    return printing.answer(arguments.output, lines, status)
 
 
 def status_of(gathered: Gathered) -> dict[str, Any]:

@@ -57,7 +57,9 @@ def _run(arguments: argparse.Namespace) -> int:
     async def check(connected: connection.ApiConnection) -> int:
         facts = await read_facts(connected, arguments.name, arguments.operator_namespace)
         results = run_checks(facts)
-        print(_text(arguments, facts, results), end="", flush=True)
+        style = printing.Style(printing.is_colorful(sys.stdout))
+        shown = lines(facts, results, style, printing.terminal_width())
+        print(printing.answer(arguments.output, shown, document(facts, results)), end="", flush=True)
         return exit_status(facts, results, is_strict=arguments.strict)
 
     return connection.run(arguments, check)
@@ -70,13 +72,6 @@ def exit_status(facts: Facts, results: list[Result], *, is_strict: bool) -> int:
     levels = {result.level for result in results}
     has_problem = Level.FAILURE in levels or (is_strict and Level.WARNING in levels)
     return connection.EXIT_FOUND if has_problem else 0
-
-
-def _text(arguments: argparse.Namespace, facts: Facts, results: list[Result]) -> str:
-    if arguments.output != "table":
-        return printing.document(document(facts, results), arguments.output)
-    style = printing.Style(printing.is_colorful(sys.stdout))
-    return "\n".join(lines(facts, results, style, printing.terminal_width())) + "\n"
 
 
 def document(facts: Facts, results: Sequence[Result]) -> dict[str, Any]:
