@@ -64,16 +64,12 @@ class PrefillPods(Component):
         available = Condition("True", "EnginesReady", count)
         if not num_ready:
             reason: Reason = "NoEngineReady" if num_wanted else "ScaledToZero"
-            effect = (
-                "requests to the router fail" if is_used else "the router uses only the other engine pods"
-            )
+            unused = "the router uses only the other engine pods"
+            effect = "requests to the router fail" if is_used else unused
             available = Condition("False", reason, f"{count}; {effect}")
         conditions = {each["type"]: each for each in status.get("conditions") or ()}
         degraded = conditions.get("Degraded", {})
-        problem = Problem(
-            cast(Trouble, degraded.get("reason")),
-            f"LMCacheCluster {names.object_name(observed.name, names.PREFILL)}: {degraded.get('message')}",
-        )
+        problem = Problem(cast(Trouble, degraded.get("reason")), f"{ref}: {degraded.get('message')}")
         progressing = _progressing(child, conditions.get("Progressing", {}), count)
         return ComponentStatus(
             summary=count,
