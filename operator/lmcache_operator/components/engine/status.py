@@ -42,10 +42,8 @@ def engine_status(observed: Observed, plan: Plan) -> ComponentStatus:
     count = f"{num_ready} of {desired} engine pods are ready"
     summary = f"{count}; {plan.note}" if plan.note else count
     conditions, transfer = _sidecar_conditions(observed, plan), _transfer(observed, plan)
-    known = {
-        "images": plan.fields.get("images") or _former(observed, "images"),
-        "transfer": transfer,
-    }
+    images = plan.fields.get("images") or dig(observed.resource, "status", "images")
+    known = {"images": images, "transfer": transfer}
     if desired or num_pods:  # without pods, no cache has these figures
         known["hitPercent"] = _hit_percent(observed)
         for feature in FEATURES:
@@ -86,14 +84,9 @@ def _num_desired(observed: Observed, plan: Plan) -> int:
     return 1 if replicas is None else int(replicas)
 
 
-def _former(observed: Observed, field: str) -> Object:
-    """One field of the present status; empty if it is absent."""
-    return dict((observed.resource.get("status") or {}).get(field) or {})
-
-
 def _transfer(observed: Observed, plan: Plan) -> Object:
     """``status.transfer``. Keeps the present value while the spec is invalid or no sidecar was probed."""
-    former = _former(observed, "transfer")
+    former: Object = dig(observed.resource, "status", "transfer") or {}
     planned = plan.fields.get("transfer")
     if planned is None or (observed.probed is None and former):
         return former
