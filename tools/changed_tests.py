@@ -46,6 +46,7 @@ PROCESSES = {
     "sidecar/lmcache_store/tiers/remote/": ("integration/test_sidecar_remote",),
     "operator/": ("integration/test_operator",),
     "operator/lmcache_operator/components/injection/": ("integration/test_injection",),
+    "sidecar/lmcache_sidecar/peer_server/": ("integration/test_peers",),
     "sidecar/lmcache_sidecar/": ("integration/test_sidecar_data", "integration/test_sidecar_process"),
     ".github/": ("unit/images/*",),
     "Makefile": ("unit/images/test_workflows",),

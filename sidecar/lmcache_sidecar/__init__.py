@@ -2,6 +2,6 @@
 
 ``command`` parses the command line and ``config`` the options. ``daemon`` is the process and ``sidecar``
 assembles its parts. ``server`` receives calls, ``sessions`` carries them out. ``lower_tiers`` opens disk,
-remote and peers, ``peer_rows`` are the rows for other pods, ``resizing`` changes the memory tier,
-``samples`` are looked-up keys.
+remote and peers, ``peer_server`` serves rows to other pods, ``resizing`` changes the memory tier, ``samples``
+are looked-up keys.
 """

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmcache_client.rpc.service import DEFAULT_SOCKET, check_socket_path
+from lmcache_sidecar.peer_server.limits import MIN_BYTES_PER_SECOND
 from lmcache_store.common import options
 from lmcache_store.common.units import parse_size
-from lmcache_store.tiers.peers.limits import MIN_BYTES_PER_SECOND
 from lmcache_store.tiers.remote.address import Address, AddressKind, Tls
 
 

@@ -12,7 +12,7 @@ from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.files.peers import PeersFile, passwords_of
 from lmcache_sidecar.files.shards import ShardsFile
 from lmcache_sidecar.files.watched_files import FollowedFile
-from lmcache_sidecar.peer_rows import TIER_NAME
+from lmcache_sidecar.peer_server.rows import TIER_NAME
 from lmcache_store.tiers.base import LowerTier
 from lmcache_store.tiers.disk.tier import DiskTier
 from lmcache_store.tiers.errors import NoKeyError, TierError

@@ -24,7 +24,8 @@ from lmcache_sidecar.lower_tiers import open_tiers
 from lmcache_sidecar.pages import stats
 from lmcache_sidecar.pages.stats import StatsPart
 from lmcache_sidecar.pages.tenant_stats import tenants_part
-from lmcache_sidecar.peer_rows import TIER_NAME
+from lmcache_sidecar.peer_server.rows import TIER_NAME
+from lmcache_sidecar.peer_server.server import PeerServer
 from lmcache_sidecar.resizing import Resizer
 from lmcache_sidecar.samples import LookupSampler
 from lmcache_sidecar.server import Server, claim_socket
@@ -33,7 +34,6 @@ from lmcache_store.tiers.errors import ArenaError
 from lmcache_store.tiers.memory.arena import ArenaFile
 from lmcache_store.tiers.memory.capacity import volume_bytes
 from lmcache_store.tiers.memory.kernel_pages import reason_not_pinnable
-from lmcache_store.tiers.peers.server import PeerServer
 from lmcache_store.tiers.stats import MemoryStats
 from lmcache_store.tiers.tiered.history import ChunkHistory
 from lmcache_store.tiers.tiered.store import Admit, TieredStore

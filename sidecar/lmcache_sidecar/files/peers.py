@@ -17,10 +17,10 @@ from collections.abc import Callable
 from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.files.shards import endpoints_of, warn_of_unknown
 from lmcache_sidecar.files.watched_files import FollowedFile
-from lmcache_sidecar.peer_rows import PeerRows
+from lmcache_sidecar.peer_server.rows import PeerRows
+from lmcache_sidecar.peer_server.server import PeerServer
 from lmcache_store.common.options import read_yaml
 from lmcache_store.tiers.base import LowerTier
-from lmcache_store.tiers.peers.server import PeerServer
 from lmcache_store.tiers.peers.tier import PeersTier
 from lmcache_store.tiers.remote.address import DEFAULT_PREFIX, parse_endpoints
 from lmcache_store.tiers.tiered.store import TieredStore

@@ -25,6 +25,7 @@ from lmcache_sidecar.copiers.jobs import CopyStats
 from lmcache_sidecar.explain.benefit_stats import BenefitStats
 from lmcache_sidecar.explain.causes import Causes, CauseStats
 from lmcache_sidecar.lower_tiers import TierHandle
+from lmcache_sidecar.peer_server.server import PeerServer, PeerServerStats
 from lmcache_sidecar.resizing import Resizer
 from lmcache_sidecar.samples import LookupSampler, LookupStats
 from lmcache_sidecar.sessions import Sessions
@@ -32,7 +33,6 @@ from lmcache_store.tiers.base import LowerTier
 from lmcache_store.tiers.memory.arena import ArenaFile
 from lmcache_store.tiers.memory.contracts import Arena
 from lmcache_store.tiers.memory.tier import MemoryTier
-from lmcache_store.tiers.peers.server import PeerServer, PeerServerStats
 from lmcache_store.tiers.peers.tier import PeersTier
 from lmcache_store.tiers.remote.tier import RemoteTier
 from lmcache_store.tiers.stats import MemoryStats, TieredStats

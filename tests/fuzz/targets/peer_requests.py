@@ -8,9 +8,9 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
-from lmcache_store.tiers.peers.requests import BadRequestError
-from lmcache_store.tiers.peers.server import PeerServer
-from lmcache_store.tiers.peers.session import PeerSession
+from lmcache_sidecar.peer_server.requests import BadRequestError
+from lmcache_sidecar.peer_server.server import PeerServer
+from lmcache_sidecar.peer_server.session import PeerSession
 from tests.fuzz.target import Target
 from tests.harness.tiers.peer_rows import PREFIX, Rows
 

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
+from lmcache_sidecar.peer_server.server import PeerServer
 from lmcache_store.tiers.base import KEY_BYTES, ObjectId
-from lmcache_store.tiers.peers.server import PeerServer
 from lmcache_store.tiers.peers.tier import PeersTier
 from lmcache_store.tiers.remote import objects
 from lmcache_store.tiers.remote.address import Endpoint

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
+from lmcache_sidecar.peer_server import limits
+from lmcache_sidecar.peer_server import session as module
+from lmcache_sidecar.peer_server.limits import Pace
 from lmcache_store.common.timing import TIMING
-from lmcache_store.tiers.peers import limits
-from lmcache_store.tiers.peers import session as module
-from lmcache_store.tiers.peers.limits import Pace
 from lmcache_store.tiers.remote import objects
 from testing.child_process import wait_until
 from tests.harness.tiers.peer_rows import PATIENT, ask_for, connect, is_closed, load, reading, rows, serving

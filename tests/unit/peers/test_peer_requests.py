@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from lmcache_store.tiers.peers.requests import MAX_WORD_BYTES, MAX_WORDS, BadRequestError, Requests
+from lmcache_sidecar.peer_server.requests import MAX_WORD_BYTES, MAX_WORDS, BadRequestError, Requests
 from tests.harness.tiers.peer_rows import command
 
 WORDS = st.lists(st.binary(max_size=40), min_size=1, max_size=MAX_WORDS)

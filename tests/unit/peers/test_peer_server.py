@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
+from lmcache_sidecar.peer_server.server import PeerServerStats
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.peers import peer as peer_module
-from lmcache_store.tiers.peers.server import PeerServerStats
 from lmcache_store.tiers.remote import objects
 from testing.child_process import wait_until
 from tests.harness.tiers.peer_rows import (

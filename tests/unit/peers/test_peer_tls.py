@@ -8,8 +8,8 @@ import ssl
 
 import pytest
 
+from lmcache_sidecar.peer_server import server, session
 from lmcache_store.common.timing import TIMING
-from lmcache_store.tiers.peers import server, session
 from lmcache_store.tiers.remote.address import Tls
 from lmcache_store.tiers.remote.stream import accept_tls
 from testing.certificates import make_certificates

@@ -10,12 +10,13 @@ from time import monotonic
 from lmcache_store.tiers.base import Loaded, ObjectId, RowKey
 from lmcache_store.tiers.errors import ServerError, TierUnavailableError
 from lmcache_store.tiers.load_or_recompute import Rate
-from lmcache_store.tiers.peers.session import OFFER
 from lmcache_store.tiers.remote import objects
 from lmcache_store.tiers.remote.address import Address, AddressKind, Endpoint, Tls
 from lmcache_store.tiers.remote.resp import RespConnection
 from lmcache_store.tiers.remote.server import RedisServer
 
+OFFER = "OFFER"
+"""Command with which a stopping pod offers a row: name, bytes per column, and the pod's own name."""
 _MAX_IDLE = 3
 """Connections that stay open: two loads and a question."""
 
@@ -93,7 +94,7 @@ class Peer:
 
         ``length``: payload bytes per column. ``name``: the name of this pod in the peers' lists.
         """
-        command = (OFFER.decode(), objects.redis_name(self._prefix, key), str(length), name)
+        command = (OFFER, objects.redis_name(self._prefix, key), str(length), name)
         return self._numbers([command]) == [1]
 
     def bytes_per_second(self) -> float:

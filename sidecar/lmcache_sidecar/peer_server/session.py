@@ -9,85 +9,36 @@ import ssl
 import struct
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
+from lmcache_sidecar.peer_server.limits import Turn
+from lmcache_sidecar.peer_server.requests import BadRequestError, Command, Requests
 from lmcache_store.common.sockets import Stream
 from lmcache_store.common.timing import TIMING
 from lmcache_store.tiers.base import ObjectId, RowKey
-from lmcache_store.tiers.header import Buffer, Header
-from lmcache_store.tiers.peers.limits import Turn
-from lmcache_store.tiers.peers.requests import BadRequestError, Command, Requests
+from lmcache_store.tiers.header import NO_CHECKSUM, Buffer, Header
+from lmcache_store.tiers.peers.peer import OFFER
 from lmcache_store.tiers.remote import objects
 from lmcache_store.tiers.remote.stream import TlsStream
 from lmcache_store.tiers.remote.value_formats import seal_of
 
-OFFER = b"OFFER"
-"""Command with which a stopping pod offers a row: name, bytes per column, and the pod's own name."""
+if TYPE_CHECKING:
+    from lmcache_sidecar.peer_server.rows import PinnedMemoryRow
+    from lmcache_sidecar.peer_server.server import PeerServer
+
 _PIN_SECONDS = 2.0
 """Time after which a row is pinned again, if it may still be read. A store that closes waits for its pins."""
 _STEP_SECONDS = 0.5
 """A waiting connection looks for expired pins at these intervals."""
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 """A client whose node is gone loses its connection within a minute."""
-_NO_CHECKSUM = bytes(16)
-"""Checksum in a marker: the pieces have their own."""
 _MAX_LENGTH_DIGITS = 12
-
-
-class PinnedRow(Protocol):
-    """A row that is pinned until ``release``."""
-
-    @property
-    def columns(self) -> Sequence[memoryview]:
-        """Payload of each column."""
-
-    def release(self) -> None:
-        """End the pin. Views of the columns must not be used any more."""
-
-
-class ServedRows(Protocol):
-    """The rows that other pods may read. Methods are called in any thread, and may block."""
-
-    def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
-        """Say of each object whether it can be read now."""
-
-    def pin(self, key: RowKey) -> PinnedRow | None:
-        """Pin a row; None if it can't be read."""
-
-    def take_over(self, key: RowKey, length: int, peer: str) -> bool:
-        """Read a row from the peer that offers it. ``length``: payload bytes per column. False: refused."""
-
-
-class SessionHost(Protocol):
-    """The server of a session."""
-
-    rows: ServedRows
-    prefix: str
-
-    @property
-    def needs_password(self) -> bool:
-        """Whether a client must authenticate first."""
-
-    def admits(self, password: bytes) -> bool:
-        """Check a password."""
-
-    def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
-        """Say of each object whether it can be read now."""
-
-    def reserve(self, num_bytes: int) -> Turn | None:
-        """Reserve time for a column; None if it would begin too late."""
-
-    def note_read(self) -> None:
-        """Count a column that a client begins to read."""
-
-    def take_over(self, key: RowKey, length: int, peer: str) -> bool:
-        """Read a row from the peer that offers it. False: refused."""
 
 
 class PeerSession:
     """Answers the commands of one client. Only its thread uses it, except for ``idle_since``."""
 
-    def __init__(self, server: SessionHost, connection: socket.socket) -> None:
+    def __init__(self, server: PeerServer, connection: socket.socket) -> None:
         self._server = server
         self._connection = connection
         is_secure = isinstance(connection, ssl.SSLSocket)
@@ -97,7 +48,7 @@ class PeerSession:
         """Has the client sent a valid password?"""
         self._began = time.monotonic()
         self._key: RowKey = b""
-        self._row: PinnedRow | None = None
+        self._row: PinnedMemoryRow | None = None
         self._turn: Turn | None = None
         self._turn_of = (b"", 0, 0)  # the turn's row and column, and the first piece that it still covers
         self._pinned_at = self._read_at = 0.0
@@ -171,7 +122,7 @@ class PeerSession:
             self._send_first(*arguments)
         elif name == b"HGET" and len(arguments) == 2:
             self._send_piece(b"", *arguments)
-        elif name == OFFER and len(arguments) == 3:
+        elif name == OFFER.encode() and len(arguments) == 3:
             self._take_over(*arguments)
         else:
             self._send([b"-ERR unknown command: rows of a peer can only be read\r\n"])
@@ -194,7 +145,7 @@ class PeerSession:
             self.release()
             self._send([b"*2\r\n$-1\r\n$-1\r\n"])
             return
-        header = Header(self._key, column[0], len(payload), _NO_CHECKSUM).pack()
+        header = Header(self._key, column[0], len(payload), NO_CHECKSUM).pack()
         self._send_piece(b"*2\r\n$%d\r\n%s\r\n" % (len(header), header), name, field)
 
     def _send_piece(self, head: bytes, name: bytes, field: bytes) -> None:

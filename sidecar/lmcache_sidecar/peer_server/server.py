@@ -23,12 +23,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lmcache_sidecar.peer_server.limits import Pace, QuestionBudget, Turn
+from lmcache_sidecar.peer_server.requests import BadRequestError
+from lmcache_sidecar.peer_server.rows import PeerRows
+from lmcache_sidecar.peer_server.session import PeerSession
 from lmcache_store.common.sockets import listen
 from lmcache_store.common.threads import lower_priority
 from lmcache_store.tiers.base import ObjectId, RowKey
-from lmcache_store.tiers.peers.limits import Pace, QuestionBudget, Turn
-from lmcache_store.tiers.peers.requests import BadRequestError
-from lmcache_store.tiers.peers.session import PeerSession, ServedRows
 from lmcache_store.tiers.remote.address import Tls
 from lmcache_store.tiers.remote.stream import accept_tls
 from lmcache_store.tiers.stats import counter
@@ -63,7 +64,7 @@ class PeerServer:
 
     def __init__(
         self,
-        rows: ServedRows,
+        rows: PeerRows,
         prefix: str,
         *,
         passwords: Callable[[], Sequence[str]] | None = None,
