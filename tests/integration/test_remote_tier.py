@@ -153,7 +153,7 @@ class TestDistrust:
             *((f"0:{piece}", lambda stored: stored[:-1], "length") for piece in (0, 2, 4)),
             *((f"0:{piece}", lambda stored: stored + b"x", "length") for piece in (0, 2, 4)),
             ("0", overwriting(100, b"\xff"), "header"),
-            ("0", overwriting(8, b"\x02"), "header"),  # another version
+            ("0", overwriting(8, b"\x03"), "header"),  # another version
             *(("0", lambda _, text=text: text, "header") for text in (b"", b"hello", b"x" * 704, b"x" * 705)),
             *((f"0:{piece}", None, "evicted") for piece in (0, 3, 4)),
         ],

@@ -14,7 +14,7 @@ from lmcache_store.keys import namespace
 from lmcache_store.tiers.base import ObjectId, RowKey, StoredId
 from lmcache_store.tiers.disk.files import path_of
 from lmcache_store.tiers.disk.tier import DiskTier
-from lmcache_store.tiers.errors import HeaderError, TierUnavailableError
+from lmcache_store.tiers.errors import InvalidObjectError, TierUnavailableError
 from lmcache_store.tiers.header import HEADER_BYTES, Buffer, Header, checksum, parse
 
 _OVERHEAD_BYTES = 512  # per object: key, dictionary entry, allocation
@@ -126,7 +126,7 @@ class LMSLocalDiskBackend(LMSBackendInterface):
 
     def _header(self, row: RowKey) -> Header | None:
         path = os.path.join(self._path, path_of(StoredId(ObjectId(row, 0))))
-        with contextlib.suppress(OSError, HeaderError), open(path, "rb") as file:
+        with contextlib.suppress(OSError, InvalidObjectError), open(path, "rb") as file:
             return parse(file.read(HEADER_BYTES))
         return None
 

@@ -8,7 +8,6 @@
     ├── TierUnavailableError    a lower tier did not answer, or its circuit is open
     ├── DiskError               the directory is unusable for a disk tier
     │   └── DirectoryInUseError
-    ├── HeaderError             bytes that are not a header of this version
     ├── InvalidObjectError      a stored object that does not match its name
     ├── KeyAbsentError          a stored object that is encrypted with a key that is not here
     ├── NoKeyError              no encryption key could be read yet
@@ -60,10 +59,6 @@ class KeyAbsentError(TierError):
 
 class NoKeyError(TierError):
     """No encryption key could be read yet. The message says why, and what to do."""
-
-
-class HeaderError(TierError):
-    """The bytes are not a header of this version; the message says what is wrong."""
 
 
 class ServerError(TierError):

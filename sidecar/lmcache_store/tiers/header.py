@@ -16,16 +16,14 @@ from typing import TypeAlias
 
 import xxhash
 
-from lmcache_store.tiers.base import KEY_BYTES, RowKey
-from lmcache_store.tiers.errors import HeaderError
+from lmcache_store.tiers.base import ROW_KEY_BYTES, ObjectId, RowKey
+from lmcache_store.tiers.errors import InvalidObjectError
 
 MAGIC = b"LMCchunk"
-VERSION = 1
+VERSION = 2
 MAX_LABEL_BYTES = 512
 
-_FIELDS = struct.Struct("<8sII64sIIQQ16sH512s62x")
-_ONE_PART = 0, 1
-"""Constant fields: piece 0 of 1. Earlier releases split a payload into several pieces, each with a header."""
+_FIELDS = struct.Struct("<8sII64sQ16sH512s78x")
 _HEADER_CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _HEADER_CHECKSUM.size
 """Length of a header: 704, a multiple of a cache line."""
@@ -61,49 +59,39 @@ class Header:
 
     def pack(self) -> bytes:
         """Return the header, HEADER_BYTES bytes. Raises ValueError for fields that ``parse`` would refuse."""
-        problem = self._problem()
-        if problem:
-            raise ValueError(problem)
+        if len(self.key) != ROW_KEY_BYTES or len(self.checksum) != _DIGEST_BYTES:
+            raise ValueError("key or checksum has a wrong length")
+        if len(self.label) > MAX_LABEL_BYTES:
+            raise ValueError(f"label is longer than {MAX_LABEL_BYTES} bytes")
         fields = _FIELDS.pack(
             MAGIC,
             VERSION,
             self.column,
             self.key,
-            *_ONE_PART,
             self.total_bytes,
-            self.total_bytes,  # twice, because the only piece is the whole payload
             self.checksum,
             len(self.label),
             self.label,
         )
         return fields + _HEADER_CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
 
-    def _problem(self) -> str:
-        if len(self.key) != 2 * KEY_BYTES or len(self.checksum) != 16:
-            return "key or checksum has a wrong length"
-        if len(self.label) > MAX_LABEL_BYTES:
-            return f"label is longer than {MAX_LABEL_BYTES} bytes"
-        return ""
-
 
 def parse(buffer: Buffer) -> Header:
-    """Parse a header. Raises HeaderError unless the bytes are exactly what ``pack`` returns."""
+    """Parse a header. Raises InvalidObjectError unless the bytes are exactly what ``pack`` returns."""
     raw = bytes(buffer[: HEADER_BYTES + 1])
-    if len(raw) != HEADER_BYTES:
-        raise HeaderError(f"header has {len(buffer)} bytes, not {HEADER_BYTES}")
-    magic, version, column, key, *_, total, checksum, label_bytes, label = _FIELDS.unpack_from(raw)
-    if magic != MAGIC:
-        raise HeaderError("wrong magic number: not an object of LMCache")
-    if version != VERSION:
-        raise HeaderError(f"version {version}, not {VERSION}")
-    if _HEADER_CHECKSUM.unpack_from(raw, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(raw[: _FIELDS.size]):
-        raise HeaderError("the header's checksum does not match")
-    header = Header(key, column, total, checksum, label[:label_bytes])
-    problem = header._problem()
-    if problem or label_bytes > MAX_LABEL_BYTES:
-        raise HeaderError(problem or "label is too long")
-    if header.pack() != raw:
-        raise HeaderError("a constant field has another value")
+    if len(raw) == HEADER_BYTES:
+        _, _, column, key, total, checksum, label_bytes, label = _FIELDS.unpack_from(raw)
+        header = Header(key, column, total, checksum, label[:label_bytes])
+        if header.pack() == raw:
+            return header
+    raise InvalidObjectError("header")
+
+
+def parse_of(object_id: ObjectId, buffer: Buffer) -> Header:
+    """Parse the header of this object. Raises InvalidObjectError also for the header of another one."""
+    header = parse(buffer)
+    if (header.key, header.column) != (object_id.row_key, object_id.column):
+        raise InvalidObjectError("name")
     return header
 
 

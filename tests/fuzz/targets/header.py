@@ -6,7 +6,7 @@ the checks after it.
 
 import xxhash
 
-from lmcache_store.tiers.errors import HeaderError
+from lmcache_store.tiers.errors import InvalidObjectError
 from lmcache_store.tiers.header import HEADER_BYTES, parse
 from tests.fuzz.target import Target
 
@@ -24,4 +24,4 @@ def run(data: bytes) -> None:
     assert parse(raw).pack() == raw
 
 
-TARGET = Target(run, (HeaderError,), max_bytes=1024)
+TARGET = Target(run, (InvalidObjectError,), max_bytes=1024)

@@ -4,7 +4,7 @@ Input: for the marker a flag and its bytes, then for each piece a flag and its b
 front of each string). With the flag, the marker's checksum is corrected, or the seal of the piece.
 """
 
-from lmcache_store.tiers.errors import HeaderError, InvalidObjectError, TierError
+from lmcache_store.tiers.errors import InvalidObjectError, TierError
 from lmcache_store.tiers.header import parse
 from lmcache_store.tiers.remote import objects
 from lmcache_store.tiers.remote.value_formats import seal_of
@@ -23,7 +23,7 @@ def bulk(value: bytes) -> bytes:
 def total_bytes(marker: bytes) -> int:
     try:
         return parse(marker).total_bytes
-    except HeaderError:
+    except InvalidObjectError:
         return 0
 
 

@@ -17,17 +17,16 @@ import numpy as np
 from lmcache_store.common.units import round_up
 from lmcache_store.tiers.base import Loaded, ObjectId, StoredId
 from lmcache_store.tiers.encryption.pieces import OVERHEAD_BYTES, Cipher, PiecePlace, stored_key
-from lmcache_store.tiers.errors import HeaderError, InvalidObjectError
+from lmcache_store.tiers.errors import InvalidObjectError
 from lmcache_store.tiers.header import (
     HEADER_BYTES,
     NO_CHECKSUM,
     PART_BYTES,
-    Buffer,
     Digests,
     Header,
     combined,
     digests,
-    parse,
+    parse_of,
 )
 from lmcache_store.tiers.pages import PAGE_BYTES, blank_pages
 
@@ -104,7 +103,7 @@ class PlainFiles:
         pages = blank_pages(1 + bool(stored))
         if os.preadv(fd, [pages[:PAGE_BYTES], into[:whole], pages[PAGE_BYTES:]], 0) != file_bytes:
             raise InvalidObjectError("length")
-        header = _parse(object_id, pages[:HEADER_BYTES])
+        header = parse_of(object_id, pages[:HEADER_BYTES])
         length = header.total_bytes
         if self.num_bytes(length) != file_bytes or length > len(into) or expected not in (None, length):
             raise InvalidObjectError("length")
@@ -199,7 +198,7 @@ class EncryptedFiles:
         """Decrypt the header at the begin of a file. Raises InvalidObjectError or KeyAbsentError."""
         header = memoryview(bytearray(HEADER_BYTES))
         self._cipher.decrypt(PiecePlace.of_header(object_id), page[:_MARKER_BYTES], header)
-        return _parse(object_id, header)
+        return parse_of(object_id, header)
 
     def _read_some(self, fd: int, num_bytes: int, position: int) -> memoryview:
         buffer = self._cipher.buffer(num_bytes)
@@ -225,16 +224,6 @@ def _clear(memory: memoryview) -> None:
 
 def _header(object_id: ObjectId, total_bytes: int, checksum: bytes, label: bytes) -> bytes:
     return Header(object_id.row_key, object_id.column, total_bytes, checksum, label).pack()
-
-
-def _parse(object_id: ObjectId, raw: Buffer) -> Header:
-    try:
-        header = parse(raw)
-    except HeaderError:
-        raise InvalidObjectError("header") from None
-    if ObjectId(header.key, header.column) != object_id:
-        raise InvalidObjectError("name")
-    return header
 
 
 def _file_bytes(fd: int) -> int:

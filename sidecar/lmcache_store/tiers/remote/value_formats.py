@@ -14,8 +14,8 @@ import xxhash
 
 from lmcache_store.tiers.base import ObjectId, RowKey
 from lmcache_store.tiers.encryption.pieces import OVERHEAD_BYTES, Cipher, PiecePlace, stored_key
-from lmcache_store.tiers.errors import HeaderError, InvalidObjectError
-from lmcache_store.tiers.header import HEADER_BYTES, Buffer, Header, parse
+from lmcache_store.tiers.errors import InvalidObjectError
+from lmcache_store.tiers.header import HEADER_BYTES, Buffer, Header, parse_of
 
 SEAL_BYTES = 16
 """Length of the xxh3-128 that follows each plain piece."""
@@ -73,13 +73,7 @@ class PlainValues:
 
     def parse_marker(self, object_id: ObjectId, marker: Buffer) -> Header:
         """See ValueFormat."""
-        try:
-            header = parse(marker)
-        except HeaderError:
-            raise InvalidObjectError("header") from None
-        if (header.key, header.column) != (object_id.row_key, object_id.column):
-            raise InvalidObjectError("name")
-        return header
+        return parse_of(object_id, marker)
 
     def pack_piece(self, place: PiecePlace, piece: memoryview) -> Sequence[Buffer]:
         """See ValueFormat."""
@@ -124,7 +118,7 @@ class EncryptedValues:
         """See ValueFormat."""
         header = memoryview(bytearray(HEADER_BYTES))
         self._cipher.decrypt(PiecePlace.of_header(object_id), memoryview(marker), header)
-        return PLAIN.parse_marker(object_id, header)
+        return parse_of(object_id, header)
 
     def pack_piece(self, place: PiecePlace, piece: memoryview) -> Sequence[Buffer]:
         """See ValueFormat."""
