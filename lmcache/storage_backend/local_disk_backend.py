@@ -22,6 +22,7 @@ from lmcache_store.tiers.disk.files import path_of
 from lmcache_store.tiers.disk.tier import DiskTier
 from lmcache_store.tiers.errors import DirectoryInUseError
 from lmcache_store.tiers.header import MAX_LABEL_BYTES
+from lmcache_store.tiers.probing import num_leading
 
 logger = init_logger(__name__)
 
@@ -109,7 +110,7 @@ class LMCLocalDiskBackend(EvictingBackend):
     def prefix_length(self, keys: Keys) -> int:
         """See LMCBackendInterface."""
         names = list(map(self._names, keys))
-        return self._guard.call("A lookup", lambda: self._tier.probe(names, 1), 0)
+        return self._guard.call("A lookup", lambda: num_leading(self._tier.find_each, names, 1), 0)
 
     def touch(self, keys: Keys, request: Hashable) -> None:
         """See LMCBackendInterface. The disk evicts chunks of about the same age tail first."""
@@ -182,7 +183,7 @@ class LMCLocalDiskBackend(EvictingBackend):
         self._known[name] = key, self._num_calls
         if self._chunks is not None:
             with self._evictor_lock:  # another thread may have evicted the chunk since
-                if key not in self._chunks and self._tier.probe([name], 1):
+                if key not in self._chunks and self._tier.contains(ObjectId(name, 0)):
                     self._chunks[key] = self._entry(key)
         if len(self._known) > self._max_known:
             stored = set(self._tier.keys())

@@ -216,7 +216,7 @@ class Sessions:
 
     def abort(self, request: pb.AbortRequest) -> pb.AbortReply:
         """Free reserved slots."""
-        self._end_reservations(request, "aborted", lambda store: store.abort)
+        self._end_reservations(request, "aborted", lambda store: store.memory.abort)
         return pb.AbortReply()
 
     def release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:

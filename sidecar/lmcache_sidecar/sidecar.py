@@ -204,7 +204,7 @@ class Sidecar:
     def _apply_budgets(self) -> None:
         self._tenants.resolve()
         if (store := self._sessions.store) is not None:
-            store.set_budgets(self._tenants.budgets)
+            store.memory.set_budgets(self._tenants.budgets)
 
     def _make_store(self) -> TieredStore:
         return TieredStore(

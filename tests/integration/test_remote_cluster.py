@@ -9,6 +9,7 @@ import pytest
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.errors import TierUnavailableError
 from lmcache_store.tiers.header import PART_BYTES
+from lmcache_store.tiers.probing import num_leading
 from lmcache_store.tiers.remote.objects import hash_tag
 from lmcache_store.tiers.remote.tier import RemoteTier
 from testing.child_process import free_port, wait_until
@@ -51,7 +52,7 @@ def test_objects_are_spread_over_all_masters_and_found(remote, servers):
     fill(remote)
     assert sum(node.client.dbsize() for node in servers.nodes[:3]) == len(KEYS)
     assert all(node.client.dbsize() for node in servers.nodes[:3])
-    assert remote.probe(KEYS, 2) == len(KEYS)
+    assert num_leading(remote.find_each, KEYS, 2) == len(KEYS)
     for key in KEYS:
         assert load(remote, 1, key=key) == key + b"\x01"
     remote.touch(KEYS, 2)
@@ -65,14 +66,14 @@ def test_servers_may_announce_host_names(remote, servers):
         node.client.config_set("cluster-announce-hostname", "node.example")
     wait_until(lambda: "node.example" in str(servers.nodes[1].client.execute_command("CLUSTER NODES")))
     fill(remote)
-    assert remote.probe(KEYS, 2) == len(KEYS)
+    assert num_leading(remote.find_each, KEYS, 2) == len(KEYS)
 
 
 def test_seed_without_cluster_is_skipped(servers):
     with RedisProcess(cluster_enabled="yes", cluster_port=free_port()) as standalone:
         remote = tier_of(f"redis-cluster://127.0.0.1:{standalone.port},127.0.0.1:{servers.nodes[0].port}")
         fill(remote)
-        assert remote.probe(KEYS, 2) == len(KEYS)
+        assert num_leading(remote.find_each, KEYS, 2) == len(KEYS)
         remote.close()
 
 
@@ -81,9 +82,9 @@ def test_seed_without_cluster_is_skipped(servers):
     [
         ("load", (ObjectId(KEY, 0), memoryview(bytearray(2 * PART_BYTES)))),
         ("store", (ObjectId(KEY, 0), memoryview(b"x"))),
-        ("probe", ([KEY], 1)),
+        ("find_each", ([ObjectId(KEY, 0)],)),
     ],
-    ids=["load", "store", "probe"],
+    ids=["load", "store", "find_each"],
 )
 def test_operations_follow_a_slot_during_its_move_and_learn_it(remote, servers, operation, arguments):
     fill(remote)
@@ -104,7 +105,7 @@ def test_operations_follow_a_slot_during_its_move_and_learn_it(remote, servers, 
         servers.set_slot(index, SLOT, "NODE", servers.id_of(target))
     assert getattr(remote, operation)(*arguments)
     num_calls_before = [calls(servers, source, command) for command in ("hexists", "hmget", "hset")]
-    assert remote.probe([KEY], 1) == 1
+    assert num_leading(remote.find_each, [KEY], 1) == 1
     assert load(remote, key=KEY) == payload
     assert remote.store(ObjectId(KEY, 0), memoryview(payload))
     num_calls = [calls(servers, source, command) for command in ("hexists", "hmget", "hset")]
@@ -120,7 +121,7 @@ def test_replica_of_a_dead_master_is_used(remote, servers):
     hits = [load(remote, key=key) is not None for key in KEYS]
     assert 0 < hits.count(True) < len(KEYS)
     assert not remote.health.is_open
-    wait_until(lambda: remote.probe(KEYS, 2) == len(KEYS))
+    wait_until(lambda: num_leading(remote.find_each, KEYS, 2) == len(KEYS))
     assert all(load(remote, key=key) for key in KEYS)
     assert all(remote.store(ObjectId(key, 5), memoryview(b"x")) for key in KEYS)
 
@@ -128,7 +129,8 @@ def test_replica_of_a_dead_master_is_used(remote, servers):
 def test_unreachable_cluster_raises():
     with contextlib.closing(tier_of("redis-cluster://127.0.0.1:1,127.0.0.1:2")) as remote:
         store = partial(remote.store, ObjectId(KEY, 0), memoryview(b"x"))
-        for call in (partial(load, remote), partial(remote.probe, KEYS, 1), store) * 2:
+        find = partial(remote.find_each, [ObjectId(KEY, 0)])
+        for call in (partial(load, remote), find, store) * 2:
             with pytest.raises(TierUnavailableError):
                 call()
         assert remote.health.is_open

@@ -9,6 +9,7 @@ import pytest
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.errors import TierUnavailableError
 from lmcache_store.tiers.header import PART_BYTES
+from lmcache_store.tiers.probing import num_leading
 from testing.certificates import make_certificates
 from testing.child_process import free_port, wait_until
 from testing.processes import BINARY, RedisProcess
@@ -79,7 +80,9 @@ class TestOutages:
         assert results[0]
         assert not results[-1]
         assert remote.stats.refused["OOM"] == results.count(False)
-        assert [remote.probe([bytes([number]) * 64], 1) == 1 for number in range(8)] == results
+        assert [
+            num_leading(remote.find_each, [bytes([number]) * 64], 1) == 1 for number in range(8)
+        ] == results
         assert not remote.health.is_open
         assert load(remote, key=bytes([0]) * 64) is not None
         remote.close()
@@ -92,12 +95,12 @@ class TestOutages:
         remote, foreign = tier_of(url), tier_of(f"{url}?prefix=other")
         assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         assert load(remote) == b"x"
-        assert remote.probe([KEY], 1) == 1
+        assert num_leading(remote.find_each, [KEY], 1) == 1
         remote.touch([KEY], 1)
         # The server refuses the commands. The client must not take that for an outage.
         assert not foreign.store(ObjectId(KEY, 0), memoryview(b"x"))
         assert load(foreign) is None
-        assert foreign.probe([KEY], 1) == 0
+        assert num_leading(foreign.find_each, [KEY], 1) == 0
         foreign.touch([KEY], 1)
         assert foreign.stats.refused == foreign.stats.invalid == {"NOPERM": 1}
         assert not foreign.health.is_open

@@ -6,6 +6,7 @@ import pytest
 
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.errors import TierUnavailableError
+from lmcache_store.tiers.probing import num_leading
 from testing.child_process import free_port, wait_until
 from testing.processes import RedisProcess
 from tests.harness.tiers.redis_topologies import SERVICE, sentinel_set
@@ -43,7 +44,7 @@ def test_reads_and_writes_go_to_the_master(remote, servers):
     _, master, replica = servers
     assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     assert load(remote) == b"x"
-    assert remote.probe([KEY], 1) == 1
+    assert num_leading(remote.find_each, [KEY], 1) == 1
     remote.touch([KEY], 1)
     assert num_objects(master) == 1
     calls = replica.client.info("commandstats")

@@ -20,6 +20,7 @@ from lmcache_sidecar.files.shards import ShardsFile
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.circuit import Circuit
 from lmcache_store.tiers.errors import TierUnavailableError
+from lmcache_store.tiers.probing import num_leading
 from lmcache_store.tiers.remote.address import Address
 from lmcache_store.tiers.remote.tier import RemoteTier
 from lmcache_store.tiers.remote.topology import ShardsTopology
@@ -192,10 +193,10 @@ class ShardsMachine(RuleBasedStateMachine):
         if self.is_unavailable:
             assert self.remote.health.is_open
             with pytest.raises(TierUnavailableError):
-                self.remote.probe(KEYS, 1)
+                num_leading(self.remote.find_each, KEYS, 1)
         else:
             assert self.remote.find_each([ObjectId(key, 0) for key in KEYS]) == is_held
-            assert self.remote.probe(KEYS, 1) == [*is_held, False].index(False)
+            assert num_leading(self.remote.find_each, KEYS, 1) == [*is_held, False].index(False)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,6 +6,7 @@ import pytest
 
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.header import PART_BYTES, digests
+from lmcache_store.tiers.probing import num_leading
 from lmcache_store.tiers.remote.objects import MAX_PIECE_BYTES
 from lmcache_store.tiers.remote.tier import RemoteTier
 from testing.child_process import wait_until
@@ -80,10 +81,10 @@ class TestObjects:
             for column in range(num_columns):
                 pipeline.hset(row_name(key), str(column), b"")
         pipeline.execute()
-        assert remote.probe(keys, num_columns) == num_present
+        assert num_leading(remote.find_each, keys, num_columns) == num_present
         if num_present:
             server.client.hdel(row_name(keys[num_present - 1]), str(num_columns - 1))
-            assert remote.probe(keys, num_columns) == num_present - 1
+            assert num_leading(remote.find_each, keys, num_columns) == num_present - 1
 
     def test_touch_marks_rows_as_used_and_returns_absent_ones(self, remote, server):
         for column in range(2):
@@ -118,7 +119,7 @@ class TestObjects:
         assert load(remote) is None
         assert remote.store(ObjectId(KEY, 0), memoryview(b"ours"))
         assert load(prefixed) == b"theirs"
-        assert remote.probe([KEY], 1) == prefixed.probe([KEY], 1) == 1
+        assert num_leading(remote.find_each, [KEY], 1) == num_leading(prefixed.find_each, [KEY], 1) == 1
         prefixed.close()
 
 
@@ -200,5 +201,5 @@ class TestDistrust:
         self.client.delete(NAME)
         assert load(remote) is None
         remote.store(ObjectId(KEY, 0), memoryview(pattern(10)))
-        remote.probe([KEY], 1)
+        num_leading(remote.find_each, [KEY], 1)
         assert dict(zip(foreign, self.client.mget(foreign), strict=True)) == foreign

@@ -5,6 +5,7 @@ import pytest
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.errors import TierUnavailableError
 from lmcache_store.tiers.header import PART_BYTES
+from lmcache_store.tiers.probing import num_leading
 from testing.certificates import make_certificates
 from testing.processes import BINARY, RedisProcess
 from tests.harness.tiers.remote_objects import KEY, load, pattern, tier_of
@@ -36,7 +37,7 @@ def test_stored_object_is_read_back_over_tls(server, certificates, size):
     remote, payload = tier_of(f"{server.url}?ca={certificates.ca}"), pattern(size)
     assert remote.store(ObjectId(KEY, 0), memoryview(payload))
     assert load(remote) == payload
-    assert remote.probe([KEY, KEY[::-1]], 1) == 1
+    assert num_leading(remote.find_each, [KEY, KEY[::-1]], 1) == 1
     remote.touch([KEY], 1)
     remote.close()
 

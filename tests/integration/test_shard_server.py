@@ -17,6 +17,7 @@ from lmcache_operator.contract.base import Context
 from lmcache_operator.specs.names import REMOTE_PORT, REMOTE_USER, STOCK_IMAGES
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.errors import ServerError, TierUnavailableError
+from lmcache_store.tiers.probing import num_leading
 from lmcache_store.tiers.remote.address import Address, AddressKind, Endpoint
 from lmcache_store.tiers.remote.resp import RespConnection
 from lmcache_store.tiers.remote.tier import RemoteTier
@@ -88,7 +89,7 @@ def test_sidecar_has_the_rights_that_it_needs(shard):
     remote = tier(shard)
     assert remote.store(ObjectId(KEY, 0), memoryview(pattern(5 << 20)))
     assert load(remote) == pattern(5 << 20)
-    assert remote.probe([KEY], 1) == 1
+    assert num_leading(remote.find_each, [KEY], 1) == 1
     assert remote.touch([KEY], 1) == set()
     remote.check()
     assert remote.used_bytes > 5 << 20

@@ -146,9 +146,6 @@ class LowerTier(Protocol):
     def check(self) -> None:
         """Check the medium and log problems. Called at intervals, before a request needs the tier."""
 
-    def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
-        """Return how many leading rows have all their columns in this tier."""
-
     def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
         """Say of each object whether this tier holds it. In Redis, this counts as a use of the object."""
 
@@ -195,10 +192,8 @@ class BoundedTier(Protocol):
 
         Stored objects take no more bytes. Rows that are stored at the same moment may exceed the bound."""
 
-    def store_for(
-        self, object_id: ObjectId, payload: memoryview, label: bytes, digests: bytes, owner: str
-    ) -> bool:
-        """Store an object as ``LowerTier.store`` does, and count it for its owner."""
+    def assign(self, object_id: ObjectId, owner: str) -> None:
+        """Count an object for its owner from now on, if it is stored."""
 
     def bytes_by_owner(self) -> dict[str, int]:
         """Return the bytes of the objects of each owner that has a bound."""

@@ -98,9 +98,6 @@ class FakeStore:
     def commit(self, slots, column, owner) -> None:
         self.memory.commit(slots, column, owner)
 
-    def abort(self, slots, column, owner) -> None:
-        self.memory.abort(slots, column, owner)
-
 
 class FakeLock:
     """A client's record lock, by the path of its file."""

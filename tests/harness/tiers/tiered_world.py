@@ -90,10 +90,6 @@ class FaultyDisk(FaultyTier):
         super().__init__()
         self.disk = disk
 
-    def probe(self, keys, num_columns):
-        self._enter("probe")
-        return self.disk.probe(keys, num_columns)
-
     def find_each(self, ids):
         self._enter("probe")
         return self.disk.find_each(ids)
@@ -122,11 +118,6 @@ class FakeTier(FaultyTier):
         self.touched: Counter[bytes] = Counter()
         self.labels: set[bytes] = set()
         self.misplaced: set[tuple[bytes, int]] = set()
-
-    def probe(self, keys, num_columns):
-        self._enter("probe")
-        present = [all((key, column) in self.objects for column in range(num_columns)) for key in keys]
-        return present.index(False) if False in present else len(keys)
 
     def find_each(self, ids):
         self._enter("probe")

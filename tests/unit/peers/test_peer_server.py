@@ -10,6 +10,7 @@ import pytest
 from lmcache_sidecar.peer_server.server import PeerServerStats
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.peers import peer as peer_module
+from lmcache_store.tiers.probing import num_leading
 from lmcache_store.tiers.remote import objects
 from testing.child_process import wait_until
 from tests.harness.tiers.peer_rows import (
@@ -47,8 +48,8 @@ def test_leading_rows_are_counted(rows):
         rows.add(number, b"a", b"b")
     rows.payloads.pop(key(30))
     with serving(rows) as (_, peer), reading(peer) as tier:
-        assert tier.probe([key(number) for number in range(40)], 2) == 30
-        assert tier.probe([key(number) for number in range(40)], 3) == 0
+        assert num_leading(tier.find_each, [key(number) for number in range(40)], 2) == 30
+        assert num_leading(tier.find_each, [key(number) for number in range(40)], 3) == 0
 
 
 def test_each_row_comes_from_a_peer_that_has_it():

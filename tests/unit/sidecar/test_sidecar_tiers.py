@@ -27,7 +27,6 @@ from lmcache_sidecar.sidecar import Sidecar
 from lmcache_store.tiers.base import Loaded, LowerTier, ObjectId, RowKey
 from lmcache_store.tiers.circuit import Circuit
 from lmcache_store.tiers.header import digests as digests_of
-from lmcache_store.tiers.probing import num_leading
 from lmcache_store.tiers.stats import ObjectStats
 from testing.child_process import wait_until
 from tests.harness.engine import assert_stored, load, store
@@ -57,9 +56,6 @@ class DictTier:
 
     def rate_of(self, keys: Sequence[RowKey]) -> float | None:
         return None
-
-    def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
-        return num_leading(self.find_each, keys, num_columns)
 
     def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
         return [object_id in self.objects for object_id in ids]

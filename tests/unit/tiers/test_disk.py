@@ -161,7 +161,9 @@ OBJECT_BYTES = 2 * PAGE  # with the header's page
 def store_for(tier: DiskTier, number: int, owner: str = "a", limit: int = 3 * OBJECT_BYTES) -> bool:
     object_id = ObjectId(key_of(number), 0)
     is_admitted = tier.admits({object_id: PAGE}, OwnerBound(owner, limit))
-    return is_admitted and tier.store_for(object_id, memoryview(bytes(PAGE)), b"", b"", owner)
+    is_stored = is_admitted and tier.store(object_id, memoryview(bytes(PAGE)))
+    tier.assign(object_id, owner)
+    return is_stored
 
 
 class TestBoundsOfOwners:

@@ -14,6 +14,7 @@ from lmcache_store.tiers.encryption.keys import EncryptionKeys
 from lmcache_store.tiers.encryption.pieces import OVERHEAD_BYTES
 from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError, TierUnavailableError
 from lmcache_store.tiers.header import HEADER_BYTES, digests
+from lmcache_store.tiers.probing import num_leading
 from lmcache_store.tiers.tiered.tier_worker import _load_columns, _store_columns
 from testing.child_process import wait_until
 from tests.harness.tiers.disk_restarts import address_of
@@ -240,9 +241,9 @@ class TestTier:
         assert all(store(tier, 1, column=column) for column in (0, 1))
         assert store(tier, 2)
         assert tier.touch([key_of(1), key_of(2), key_of(3)], 2) == {key_of(2), key_of(3)}
-        assert tier.probe([key_of(1), key_of(2)], 2) == 1
+        assert num_leading(tier.find_each, [key_of(1), key_of(2)], 2) == 1
         bound = OwnerBound("owner", 4 * PAGE)
-        assert tier.store_for(ObjectId(key_of(1), 0), memoryview(content(1, PAGE)), b"", b"", "owner")
+        tier.assign(ObjectId(key_of(1), 0), "owner")
         assert tier.bytes_by_owner() == {"owner": 3 * PAGE}
         assert tier.admits({ObjectId(key_of(1), 0): PAGE}, bound)
         assert not tier.admits({ObjectId(key_of(4), 0): PAGE}, bound)

@@ -14,6 +14,7 @@ import pytest
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.disk.tier import DiskTier
 from lmcache_store.tiers.errors import DiskError, TierUnavailableError
+from lmcache_store.tiers.probing import num_leading
 from tests.harness.tiers.disk_restarts import address_of
 from tests.harness.tiers.disk_world import (
     MIB,
@@ -43,7 +44,7 @@ def check_unavailable(tier: DiskTier) -> None:
         with pytest.raises(TierUnavailableError):
             operation(ObjectId(key_of(1), 0))
     with pytest.raises(TierUnavailableError):
-        tier.probe([key_of(1)], 1)
+        num_leading(tier.find_each, [key_of(1)], 1)
     with pytest.raises(TierUnavailableError):
         tier.touch([key_of(1)], 1)
 

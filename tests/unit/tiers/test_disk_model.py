@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.errors import TierUnavailableError
 from lmcache_store.tiers.header import HEADER_BYTES
+from lmcache_store.tiers.probing import num_leading
 from tests.harness.scope import examples
 from tests.harness.tiers.disk_world import (
     PAGE,
@@ -170,7 +171,7 @@ class DiskMachine(RuleBasedStateMachine):
     def probe(self, rows):
         full = [{2 * row, 2 * row + 1} <= self.oracle.objects.keys() for row in rows]
         expected = [*full, False].index(False)
-        assert self.tier.probe([key_of(row) for row in rows], 2) == expected
+        assert num_leading(self.tier.find_each, [key_of(row) for row in rows], 2) == expected
 
     @rule()
     def restart(self):

@@ -9,6 +9,7 @@ import pytest
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.disk.files import Directory
 from lmcache_store.tiers.disk.tier import DiskTier
+from lmcache_store.tiers.probing import num_leading
 from tests.harness.tiers.disk_world import PAGE, content, key_of, load, open_tier, store, taken_bytes
 
 
@@ -44,7 +45,7 @@ def tier(tmp_path, monkeypatch, may_finish):
 def test_finds_objects_by_name_before_the_index_is_complete(tier):
     assert tier.contains(ObjectId(key_of(1), 0))
     assert not tier.contains(ObjectId(key_of(3), 0))
-    assert tier.probe([key_of(1), key_of(2), key_of(3)], 1) == 2
+    assert num_leading(tier.find_each, [key_of(1), key_of(2), key_of(3)], 1) == 2
     assert load(tier, 1) == content(1, PAGE)
     assert load(tier, 3) is None
     tier.touch([key_of(1)], 1)

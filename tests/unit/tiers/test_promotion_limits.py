@@ -24,21 +24,21 @@ async def hanging_disk(*held: str) -> AsyncIterator[tuple[World, FakeTier]]:
     disk = FakeTier()
     disk.held = set(held)
     disk.fill(chain(30))
-    probe = disk.probe
+    find_each = disk.find_each
     async with World(64, disk=disk) as world:
 
         def use_short_limit() -> None:
             world.store.lower["disk"]._stuck_seconds = 0.02
 
-        def probe_and_use_short_limit(*arguments: Any) -> int:
+        def find_and_use_short_limit(*arguments: Any) -> list[bool]:
             """The store waits for this answer with the former limit."""
-            num_found = probe(*arguments)
+            is_found: list[bool] = find_each(*arguments)
             use_short_limit()
-            return num_found
+            return is_found
 
         if "probe" in held:
             use_short_limit()
-        disk.probe = probe_and_use_short_limit
+        disk.find_each = find_and_use_short_limit
         world.remote.fill(chain(200))
         disk.open.clear()
         try:

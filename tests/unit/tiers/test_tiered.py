@@ -108,7 +108,7 @@ async def test_rows_being_written_by_another_engine_are_pending(world):
     slots = world.fill(chain(2, start=1), 0)
     answer = world.lookup(chain(4))
     assert (answer.num_resident, answer.num_pending) == (1, 2)
-    world.store.abort(slots, 0, OWNER)
+    world.store.memory.abort(slots, 0, OWNER)
     assert world.lookup(chain(4)).num_pending == 0
 
 

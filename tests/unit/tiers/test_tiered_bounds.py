@@ -26,7 +26,7 @@ async def write(path: Path, *stores: tuple[Budgets, bytes, int]) -> World:
     try:
         async with World(disk=disk) as world:
             for position, (budgets, tenant, number) in enumerate(stores):
-                world.store.set_budgets(budgets)
+                world.store.memory.set_budgets(budgets)
                 put(world, chain(number, 100 * position), tenant)
                 assert await world.store.drain(60)
             worker = world.store.lower["disk"]

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.disk.tier import DiskTier
 from lmcache_store.tiers.memory.contracts import Reserved, Slot
+from lmcache_store.tiers.probing import num_leading
 from lmcache_store.tiers.stats import WriteSkipped
 from lmcache_store.tiers.tiered import refresh as hits
 from lmcache_store.tiers.tiered import tier_worker as lower_module
@@ -172,7 +173,7 @@ class TieredMachine(RuleBasedStateMachine):
     @rule(keys=parts, column=st.integers(0, 1))
     def abort(self, keys, column):
         slots = [answer.slot for answer in self.reserve(keys, column) if answer.slot]
-        self.world.store.abort(slots, column, OWNER)
+        self.world.store.memory.abort(slots, column, OWNER)
 
     @rule(
         keys=parts,
@@ -354,7 +355,7 @@ class TieredMachine(RuleBasedStateMachine):
         self.release("a")
         is_in_memory = self.world.store.memory.is_resident(key)
         is_written = all((key, column) in self.tiers["remote"].objects for column in COLUMNS)
-        return not is_in_memory or (is_written and self.disk.probe([key], len(COLUMNS)) == 1)
+        return not is_in_memory or (is_written and num_leading(self.disk.find_each, [key], len(COLUMNS)) == 1)
 
     def check_no_row_leaked(self) -> None:
         """Check that no row leaked: a new chain can use all rows."""

@@ -143,15 +143,11 @@ class Directory:
 
     def contains(self, stored_id: StoredId) -> bool:
         """Does a file of this object exist?"""
-        return self._file_bytes(stored_id) >= 0
-
-    def _file_bytes(self, stored_id: StoredId) -> int:
-        """Return the length of an object's file, or -1 if the object has no file."""
         try:
             status = os.stat(path_of(stored_id), dir_fd=self._root, follow_symlinks=False)
         except _ABSENT:
-            return -1
-        return status.st_size if stat.S_ISREG(status.st_mode) else -1
+            return False
+        return stat.S_ISREG(status.st_mode)
 
     def read(self, object_id: ObjectId, into: memoryview, length: int | None = None) -> Loaded | None:
         """Read and verify an object. Returns None if there is none.

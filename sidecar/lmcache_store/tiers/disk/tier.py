@@ -104,14 +104,6 @@ class DiskTier:
         with self._watching():
             return self._contains(object_id)
 
-    def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
-        """Return how many leading rows have all their columns stored."""
-        with self._watching():
-            for position, key in enumerate(keys):
-                if not all(self._contains(ObjectId(key, column)) for column in range(num_columns)):
-                    return position
-            return len(keys)
-
     def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
         """Say of each object whether it is stored. This never counts as a use."""
         with self._watching():
@@ -148,15 +140,11 @@ class DiskTier:
                 return True
         return self._refuse("tenant")
 
-    def store_for(
-        self, object_id: ObjectId, payload: memoryview, label: bytes, digests: bytes, owner: str
-    ) -> bool:
+    def assign(self, object_id: ObjectId, owner: str) -> None:
         """See BoundedTier. Objects from before a restart count when they are stored again."""
-        is_stored = self.store(object_id, payload, label, digests)
         with self._lock:
             if self._index is not None:
                 self._index.assign(self._stored_id(object_id), owner)
-        return is_stored
 
     def bytes_by_owner(self) -> dict[str, int]:
         """See BoundedTier. Empty until ``indexed``."""

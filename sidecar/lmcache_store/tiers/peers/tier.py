@@ -22,7 +22,6 @@ from lmcache_store.tiers.base import Loaded, MediumHealth, ObjectId, RowKey
 from lmcache_store.tiers.errors import InvalidObjectError, ServerError, TierUnavailableError
 from lmcache_store.tiers.peers.hand_over import HandOver, Row
 from lmcache_store.tiers.peers.peer import Peer
-from lmcache_store.tiers.probing import num_leading
 from lmcache_store.tiers.remote.address import Endpoint, Tls
 from lmcache_store.tiers.stats import ObjectStats
 
@@ -96,10 +95,6 @@ class PeersTier:
             peer.close()
         for peer in added[:MAX_ASKED]:
             self._threads.submit(peer.connect)
-
-    def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
-        """See LowerTier."""
-        return num_leading(self.find_each, keys, num_columns)
 
     def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
         """Ask all peers at once. An object is absent if no peer has said in time that it has it."""

@@ -30,7 +30,6 @@ from lmcache_store.tiers.base import Loaded, ObjectId, RowKey
 from lmcache_store.tiers.circuit import JointHealth
 from lmcache_store.tiers.encryption.pieces import Cipher
 from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError, ServerError, TierUnavailableError
-from lmcache_store.tiers.probing import num_leading
 from lmcache_store.tiers.remote import objects
 from lmcache_store.tiers.remote.address import Address, AddressKind, Endpoint, Tls
 from lmcache_store.tiers.remote.cluster import RedisCluster
@@ -111,10 +110,6 @@ class RemoteTier:
                 state |= {"used_bytes": usage.used_bytes, "max_bytes": usage.max_bytes}
             states.append(state)
         return states
-
-    def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
-        """Return how many leading rows have all their columns stored."""
-        return num_leading(self.find_each, keys, num_columns)
 
     def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
         """Say of each object whether it is stored.

@@ -52,7 +52,7 @@ class TieredStore:
     store. ``stats`` (of the lower tiers), ``memory_stats`` and ``history`` are continued, if given.
 
     Await ``store.adopt()`` first. Await ``store.close()`` before the arena is formatted again or closed. Use
-    ``store.memory`` to control quarantine, ends of leases and ``usable_slots``.
+    ``store.memory`` to control aborts, quarantine, ends of leases, budgets and ``usable_slots``.
     """
 
     def __init__(
@@ -107,10 +107,6 @@ class TieredStore:
         """Rebuild the index from the slot table, in slices between which the loop runs."""
         for _ in self.memory.adopt():
             await asyncio.sleep(0)
-
-    def set_budgets(self, budgets: Budgets) -> None:
-        """Use other budgets of tenants from now on."""
-        self.memory.set_budgets(budgets)
 
     def register(self, namespace: bytes, *, label: bytes = b"", chunk_bytes: Collection[int] = ()) -> None:
         """Share a namespace for good. Rows of other namespaces never leave the memory tier.
@@ -231,10 +227,6 @@ class TieredStore:
         if visible:
             self._outstanding.add(len(visible))
             self._tasks.spawn(self._write_through(visible))
-
-    def abort(self, slots: Sequence[Slot], column: int, owner: bytes) -> None:
-        """Cancel reservations. Raises StaleSlotError, changing nothing, if a slot is not the owner's."""
-        self.memory.abort(slots, column, owner)
 
     async def _write_through(self, slots: Sequence[Slot]) -> None:
         """Checksum rows, so that they survive a restart, and queue them for the lower tiers."""

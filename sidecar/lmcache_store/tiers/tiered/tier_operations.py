@@ -119,10 +119,9 @@ class TierOperations:
     def _update_health(self) -> None:
         (self._up.clear if self._tier.health.is_open else self._up.set)()
 
-    async def _stop_tasks(self) -> None:
+    async def close(self, timeout_seconds: float | None = None) -> bool:
+        """Stop all tasks and threads. Returns True when no thread uses the tier any more."""
         self._tier.health.unsubscribe(self._on_health)
         await self._tasks.cancel()
-
-    async def _stop_threads(self, timeout_seconds: float | None) -> bool:
         ended = [await pool.close(timeout_seconds) for pool in (self._readers, self._writers)]
         return all(ended)

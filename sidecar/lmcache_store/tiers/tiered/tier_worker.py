@@ -23,6 +23,7 @@ from lmcache_store.tiers.header import digests
 from lmcache_store.tiers.load_or_recompute import Rate, should_load
 from lmcache_store.tiers.memory.contracts import Slot
 from lmcache_store.tiers.memory.tier import MemoryTier
+from lmcache_store.tiers.probing import num_leading
 from lmcache_store.tiers.stats import TieredStats, WriteSkipped
 from lmcache_store.tiers.tiered.checksums import checksums_of, recorded_checksums
 from lmcache_store.tiers.tiered.refresh import RefreshQueue
@@ -98,7 +99,7 @@ class TierWorker(TierOperations):
 
     async def probe(self, keys: Sequence[RowKey], tenant: bytes = b"") -> int:
         """Return how many leading rows the tier holds; 0 while it is unhealthy."""
-        return await self._ask(lambda: self._tier.probe(keys, self._num_columns), 0, tenant)
+        return await self._ask(lambda: num_leading(self._tier.find_each, keys, self._num_columns), 0, tenant)
 
     async def look(self, keys: Sequence[RowKey], tenant: bytes) -> list[bool] | None:
         """Say of each row whether the tier holds all its columns; None: no answer."""
@@ -310,10 +311,10 @@ class TierWorker(TierOperations):
 
     async def close(self, timeout_seconds: float | None = None) -> bool:
         """Stop all work. Returns True when no thread of this worker uses the tier or the arena any more."""
-        await self._stop_tasks()
+        has_ended = await super().close(timeout_seconds)
         self.stats.writes_skipped[WriteSkipped.DROPPED] += len(self._unwritten)
         self._unwritten.clear()
-        return await self._stop_threads(timeout_seconds)
+        return has_ended
 
 
 def _load_columns(tier: LowerTier, key: RowKey, views: Sequence[memoryview], length: int) -> list[Loaded]:
@@ -338,10 +339,9 @@ def _store_columns(
     """Store all columns of a row; False: the tier refused one. Runs in a writer thread."""
     for column, (payload, known) in enumerate(zip(columns, column_digests, strict=True)):
         object_id = ObjectId(key, column)
+        is_stored = tier.store(object_id, payload, label, known)
         if owner is not None and isinstance(tier, BoundedTier):
-            is_stored = tier.store_for(object_id, payload, label, known, owner)
-        else:
-            is_stored = tier.store(object_id, payload, label, known)
+            tier.assign(object_id, owner)
         if not is_stored:
             return False
     return True
