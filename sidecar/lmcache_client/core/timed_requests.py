@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lmcache_client.core.requests import RequestState
-from lmcache_client.core.times import FirstTokenSteps, RequestClock
+from lmcache_client.core.times import RequestClock
 
 
 class TimedRequests:
@@ -21,7 +21,10 @@ class TimedRequests:
         self.report: Callable[[Sequence[RequestClock]], object] = lambda _: None
         """Called with the clocks that ended, of requests that were reported as scheduled."""
         self._clock = clock
-        self._first_tokens = FirstTokenSteps()
+        # Clocks of requests whose last prompt token a step computes: the step being scheduled, and each step
+        # that has not ended, by its number.
+        self._next: list[RequestClock] = []
+        self._by_step: dict[int, list[RequestClock]] = {}
 
     def start(self, state: RequestState, arrived_at: float | None, asked_at: float | None = None) -> None:
         """Start to measure a request. See ``RequestClock``; without ``asked_at``, its lookup is sent now."""
@@ -71,21 +74,26 @@ class TimedRequests:
         """
         clock.note_first_step(num_computed - num_new)
         if num_computed >= clock.num_tokens:
-            self._first_tokens.add(clock)
+            self._next.append(clock)
             state.clock = None
 
     @property
     def is_step_watched(self) -> bool:
         """True if the workers must report the end of the step being scheduled."""
-        return self._first_tokens.is_expected
+        return bool(self._next)
 
     def begin_step(self, step: int) -> None:
         """Record the number of the step that was just scheduled; 0: its end is not reported."""
-        self._first_tokens.begin(step)
+        if self._next:
+            self._by_step[step], self._next = self._next, []
 
     def end_step(self, step: int, now: float) -> None:
-        """Report the requests whose first token this step computed."""
-        self._send(self._first_tokens.end(step, now))
+        """Report the requests whose first token this step or an earlier one computed: steps end in order."""
+        ended = [number for number in self._by_step if number <= step]
+        clocks = [clock for number in ended for clock in self._by_step.pop(number)]
+        for clock in clocks:
+            clock.first_token_at = now
+        self._send(clocks)
 
     def end(self, state: RequestState) -> None:
         """Report a request that ends, or starts again, before its first token."""

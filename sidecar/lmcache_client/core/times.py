@@ -89,35 +89,5 @@ class RequestClock:
         )
 
 
-class FirstTokenSteps:
-    """Requests whose last prompt token a step computes, until the step ends. Steps end in their order."""
-
-    def __init__(self) -> None:
-        self._next: list[RequestClock] = []
-        self._by_step: dict[int, list[RequestClock]] = {}
-
-    def add(self, clock: RequestClock) -> None:
-        """Record that the step being scheduled computes the request's last prompt token."""
-        self._next.append(clock)
-
-    @property
-    def is_expected(self) -> bool:
-        """True if the workers must report the end of the step being scheduled."""
-        return bool(self._next)
-
-    def begin(self, step: int) -> None:
-        """Record the number of the step that was just scheduled."""
-        if self._next:
-            self._by_step[step], self._next = self._next, []
-
-    def end(self, step: int, now: float) -> list[RequestClock]:
-        """Return the requests whose first token this step or an earlier one computed."""
-        ended = [number for number in self._by_step if number <= step]
-        clocks = [clock for number in ended for clock in self._by_step.pop(number)]
-        for clock in clocks:
-            clock.first_token_at = now
-        return clocks
-
-
 def _between(start: float | None, end: float | None) -> float:
     return max(0.0, end - start) if start is not None and end is not None else 0.0
