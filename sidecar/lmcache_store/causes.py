@@ -13,6 +13,11 @@ HITS: Mapping[str, str] = {
 }
 """Causes of tokens that were not computed, the fastest first."""
 
+TIERS = ("memory", "disk", "peers", "remote")
+"""Those of them that are tiers."""
+
+LOWER_TIERS = TIERS[1:]
+
 COMPUTED: Mapping[str, str] = {
     "new": "new: no earlier prompt had them",
     "diverged": "diverged: an earlier prompt began alike, then differed",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from lmcache_store.common.terminal import is_colorful
 from lmcache_store.common.text import Style
 from lmcache_store.explain import live
-from lmcache_store.explain.traffic import SidecarAnswer, SidecarTraffic, document
+from lmcache_store.explain.traffic import SidecarAnswer, document, pod_figures
 
 EXIT_NO_ANSWER = 1
 
@@ -59,12 +59,11 @@ async def run(read: Read, arguments: argparse.Namespace, dump: Callable[[dict[st
         arguments: those of `add_arguments`, and ``output``.
         dump: formats the figures as ``arguments.output`` says, unless that is "table".
     """
-    began, traffic = time.monotonic(), SidecarTraffic()
-    traffic.observe((await read()).answers)
+    began, first = time.monotonic(), await read()
     await asyncio.sleep(max(0.0, began + arguments.interval - time.monotonic()))
     reading = await read()
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    pods = traffic.observe(reading.answers)
+    pods = pod_figures(first.answers, reading.answers)
     figures = document(pods, time=now, seconds=arguments.interval, problems=reading.problems)
     if arguments.output != "table":
         print(dump(figures), end="")

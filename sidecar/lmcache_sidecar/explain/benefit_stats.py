@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lmcache_sidecar.explain.requests import LOAD_FAILED, TIERS, ExplainedRequest
+from lmcache_sidecar.explain.requests import LOAD_FAILED, ExplainedRequest
+from lmcache_store.causes import TIERS
 from lmcache_store.explain.benefit import FirstTokenCounts, latency_bucket, length_bucket
 from lmcache_store.tiers.stats import counter, counters
 

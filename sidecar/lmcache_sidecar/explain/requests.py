@@ -9,11 +9,10 @@ from itertools import islice
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
+from lmcache_store.causes import TIERS
 from lmcache_store.explain.benefit import TokenSource
 from lmcache_store.tenant_names import DEFAULT_NAME
 
-TIERS = ("remote", "peers", "disk", "memory")
-"""Tiers that an engine loads from, the slowest first."""
 _MAX_ANSWER = 100
 LOAD_FAILED = "load_failed"
 """Cause of tokens that the engine computes because their load failed."""
@@ -61,7 +60,7 @@ class ExplainedRequest:
     is_counted: bool = False
 
     def __post_init__(self) -> None:
-        self.load_tier = next((tier for tier in TIERS if self.tokens.get(tier)), "")
+        self.load_tier = next((tier for tier in reversed(TIERS) if self.tokens.get(tier)), "")
 
     @property
     def source(self) -> TokenSource:
@@ -75,7 +74,7 @@ class ExplainedRequest:
 
         All loads fail between memory and the engine. So rows that were in memory already lose tokens first.
         """
-        for tier in reversed(TIERS):
+        for tier in TIERS:
             num_failed = min(num_tokens, self.tokens.get(tier, 0))
             if num_failed:
                 num_tokens -= num_failed

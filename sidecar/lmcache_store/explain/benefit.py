@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
+from lmcache_store.causes import TIERS
 from lmcache_store.common.prices import GIB, Prices
 from lmcache_store.explain import merge
 
@@ -26,7 +27,6 @@ FirstTokenCounts = dict[str, dict[str, dict[str, int]]]
 _PER_OCTAVE = 4  # latency buckets: a quantile is exact to 10 %
 _FASTEST, _SLOWEST = -14 * _PER_OCTAVE, 9 * _PER_OCTAVE  # 60 us to 512 s
 _LONGEST = 24
-TIERS = ("memory", "disk", "peers", "remote")
 
 
 def length_bucket(num_tokens: int) -> str:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lmcache_store.causes import HITS
+from lmcache_store.causes import HITS, LOWER_TIERS
 from lmcache_store.common.text import Style, bar, gigabytes, rate, table
 from lmcache_store.common.units import format_seconds
 from lmcache_store.explain.findings import percent
-from lmcache_store.explain.rates import LOWER_TIERS
 
 _BAR_COLUMNS = 24
 _STATE_COLUMNS = 60

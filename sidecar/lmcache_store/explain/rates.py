@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from lmcache_store.causes import HITS, num_computed
+from lmcache_store.causes import HITS, LOWER_TIERS, num_computed
 from lmcache_store.explain import merge
 
 GROUPS = (*HITS, "computed")
 """Sources of prompt tokens: the caches, the fastest first, and the engine that computed the rest."""
-TIERS = ("memory", "disk", "peers", "remote")
-LOWER_TIERS = TIERS[1:]
 _MIN_SECONDS = 0.1
 """Two reports that are closer in time give no rates."""
 

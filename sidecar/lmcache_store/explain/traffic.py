@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from lmcache_store.causes import LOWER_TIERS, TIERS
 from lmcache_store.common.text import plain
 from lmcache_store.explain import merge
-from lmcache_store.explain.rates import GROUPS, LOWER_TIERS, TIERS, Rates, rates
+from lmcache_store.explain.rates import GROUPS, Rates, rates
 
 VERSION = 1
 """Version of the data; a change of the meaning of a field increases it."""
@@ -26,34 +27,26 @@ class SidecarAnswer(NamedTuple):
     """Why there is no answer; empty: there is one."""
 
 
-class SidecarTraffic:
-    """Remembers the last report of each sidecar, and derives rates from the next one."""
+def pod_figures(first: Iterable[SidecarAnswer], second: Iterable[SidecarAnswer]) -> list[dict[str, Any]]:
+    """Return the figures of each pod of the second reading, with its rates since the first reading."""
+    before = {answer.key: answer.report for answer in first}
+    return [_pod(before.get(answer.key), answer) for answer in second]
 
-    def __init__(self) -> None:
-        self._reports: dict[str, Mapping[str, Any]] = {}
 
-    def observe(self, answers: Sequence[SidecarAnswer]) -> list[dict[str, Any]]:
-        """Return the figures of each pod, in the order of the answers."""
-        known = {answer.key for answer in answers}
-        self._reports = {key: report for key, report in self._reports.items() if key in known}
-        return [self._pod(answer) for answer in answers]
-
-    def _pod(self, answer: SidecarAnswer) -> dict[str, Any]:
-        before, report = self._reports.get(answer.key), answer.report
-        present = rates(before, report) if before and report else None
-        if report:
-            self._reports[answer.key] = report
-        return {
-            "cluster": answer.cluster,
-            "name": answer.name,
-            "problem": plain(answer.problem) or _problem(report),
-            "uptimeSeconds": merge.count(report.get("uptime_seconds")),
-            **_rates(present),
-            "queuedLoads": _queued(report, "num_queued_loads"),
-            "queuedWrites": _queued(report, "num_queued_writes"),
-            "unwrittenRows": int(merge.count(report.get("num_unwritten_rows"))),
-            "tiers": [_tier(tier, report, present) for tier in TIERS if merge.part(report, tier)],
-        }
+def _pod(before: Mapping[str, Any] | None, answer: SidecarAnswer) -> dict[str, Any]:
+    report = answer.report
+    present = rates(before, report) if before and report else None
+    return {
+        "cluster": answer.cluster,
+        "name": answer.name,
+        "problem": plain(answer.problem) or _problem(report),
+        "uptimeSeconds": merge.count(report.get("uptime_seconds")),
+        **_rates(present),
+        "queuedLoads": _queued(report, "num_queued_loads"),
+        "queuedWrites": _queued(report, "num_queued_writes"),
+        "unwrittenRows": int(merge.count(report.get("num_unwritten_rows"))),
+        "tiers": [_tier(tier, report, present) for tier in TIERS if merge.part(report, tier)],
+    }
 
 
 def _queued(report: Mapping[str, Any], field: str) -> int:
@@ -129,7 +122,7 @@ def document(
     """Return everything as plain data. Its fields are stable.
 
     Args:
-        pods: figures as `SidecarTraffic.observe` returns them.
+        pods: figures as `pod_figures` returns them.
         time: time of the answers (RFC 3339).
         seconds: wanted seconds between the answers.
         problems: what could not be read, with what to do.

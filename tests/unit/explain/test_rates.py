@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lmcache_store.explain.rates import rates
-from lmcache_store.explain.traffic import SidecarAnswer, SidecarTraffic, document
+from lmcache_store.explain.traffic import SidecarAnswer, document, pod_figures
 
 
 def report(uptime: float, **parts: Any) -> dict[str, Any]:
@@ -76,29 +76,33 @@ def answer(uptime: float, uid: str = "uid", number: int = 0, **parts: Any) -> Si
     return SidecarAnswer(uid, f"pod-{number}", "demo", report(uptime, **parts))
 
 
-def test_missed_answer_gives_no_rates_and_the_next_answer_counts_the_whole_time():
-    traffic = SidecarTraffic()
-    (pod,) = traffic.observe([answer(10.0, causes=tokens(new=0))])
+def test_missed_answers_and_new_pods_have_no_rates():
+    first = answer(10.0, causes=tokens(new=0))
+    (pod,) = pod_figures([], [first])
     assert (pod["problem"], pod["tokensPerSecond"]) == ("", None)
-    (pod,) = traffic.observe([answer(0.0)])
+    (pod,) = pod_figures([first], [answer(0.0)])
     assert (pod["problem"], pod["tokensPerSecond"]) == ("no answer within 2 s", None)
-    (pod,) = traffic.observe([answer(20.0, causes=tokens(new=1000))])
+    (pod,) = pod_figures([answer(0.0)], [first])
+    assert pod["tokensPerSecond"] is None
+    (pod,) = pod_figures([first], [answer(20.0, causes=tokens(new=1000))])
     assert pod["tokensPerSecond"]["computed"] == 100.0
-    (pod,) = traffic.observe([answer(30.0, uid="of a new pod with this name")])
+    (pod,) = pod_figures([first], [answer(30.0, uid="of a new pod with this name")])
     assert pod["tokensPerSecond"] is None
 
 
 def test_totals_add_up_pods_and_name_the_first_open_circuit():
-    traffic = SidecarTraffic()
-    for seconds in (1.0, 2.0):
-        remotes = [
-            {"is_reachable": bool(number), "off_reason": "refused\x1b[2J", "num_queued_loads": 3}
-            for number in range(3)
+    remotes = [
+        {"is_reachable": bool(number), "off_reason": "refused\x1b[2J", "num_queued_loads": 3}
+        for number in range(3)
+    ]
+    readings = [
+        [
+            answer(seconds, f"{n}", n, causes=tokens(memory=int(10 * seconds)), remote=remote)
+            for n, remote in enumerate(remotes)
         ]
-        causes = tokens(memory=int(10 * seconds))
-        pods = traffic.observe(
-            [answer(seconds, f"{n}", n, causes=causes, remote=remote) for n, remote in enumerate(remotes)]
-        )
+        for seconds in (1.0, 2.0)
+    ]
+    pods = pod_figures(*readings)
     figures = document(pods, time="now", seconds=2.0, problems=[])
     assert figures["total"]["tokensPerSecond"]["memory"] == 30.0
     memory, remote = figures["tiers"]
@@ -109,5 +113,5 @@ def test_totals_add_up_pods_and_name_the_first_open_circuit():
 
 def test_sidecar_that_is_not_ready_says_so():
     starting = {"is_ready": False, "not_ready_reason": "the arena is\nbusy"}
-    [pod] = SidecarTraffic().observe([SidecarAnswer("1", "a", "", starting)])
+    [pod] = pod_figures([], [SidecarAnswer("1", "a", "", starting)])
     assert pod["problem"] == "the arena is busy"
