@@ -14,7 +14,7 @@ HITS: Mapping[str, str] = {
 """Causes of tokens that were not computed, the fastest first."""
 
 TIERS = ("memory", "disk", "peers", "remote")
-"""Those of them that are tiers."""
+"""Tiers among these causes."""
 
 LOWER_TIERS = TIERS[1:]
 

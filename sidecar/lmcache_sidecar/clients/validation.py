@@ -16,8 +16,8 @@ import lmcache_store
 from lmcache_client.cuda.pin_status import PinStatus
 from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_client.rpc import service
+from lmcache_client.rpc.times import RequestTimes
 from lmcache_sidecar.explain.open_requests import EndedRequest
-from lmcache_sidecar.explain.requests import Times
 from lmcache_store.kv_groups import GroupKind, KVGroup, stored_blocks
 from lmcache_store.tiers.base import KEY_BYTES, ROW_KEY_BYTES, RowKey
 from lmcache_store.tiers.memory.allocator import best_slots_per_frame
@@ -196,7 +196,7 @@ def parse_times(request: pb.ReleaseRequest, engine: bytes) -> list[EndedRequest]
         is_valid = all(0 <= number < math.inf for number in seconds)
         require(is_valid, "the times of a request must be finite numbers of seconds, 0 or more")
         request_id = parse_request_id(taken.request_id)
-        ended.append(EndedRequest(engine, request_id, Times(*seconds), taken.num_failed_tokens))
+        ended.append(EndedRequest(engine, RequestTimes(request_id, *seconds, taken.num_failed_tokens)))
     return ended
 
 

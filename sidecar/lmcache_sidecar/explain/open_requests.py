@@ -9,7 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lmcache_sidecar.explain.requests import ExplainedRequest, Times
+from lmcache_client.rpc.times import RequestTimes
+from lmcache_sidecar.explain.requests import ExplainedRequest
 
 _MAX_REQUESTS = 4096
 """More requests than engines of one sidecar have under way."""
@@ -19,10 +20,7 @@ class EndedRequest(NamedTuple):
     """The end of a request, as its engine reports it."""
 
     engine: bytes
-    request_id: str
-    times: Times
-    num_failed_tokens: int
-    """Tokens of the load that were not loaded."""
+    times: RequestTimes
 
 
 class OpenRequests:
@@ -47,12 +45,12 @@ class OpenRequests:
 
     def end(self, ended: EndedRequest) -> ExplainedRequest | None:
         """Note the times of a request, and return it. Returns None if it is not known."""
-        request = self._requests.pop((ended.engine, ended.request_id), None)
+        request = self._requests.pop((ended.engine, ended.times.request_id), None)
         if request is None:
             return None
         request.times = ended.times
         if not request.is_counted:
-            request.fail_load(ended.num_failed_tokens)
+            request.fail_load(ended.times.num_failed_tokens)
             self._count(request)
         return request
 

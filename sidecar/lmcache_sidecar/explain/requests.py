@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
+from lmcache_client.rpc.times import RequestTimes
 from lmcache_store.causes import TIERS
 from lmcache_store.explain.benefit import TokenSource
 from lmcache_store.tenant_names import DEFAULT_NAME
@@ -30,15 +31,6 @@ class RequestEngine(NamedTuple):
 UNKNOWN_ENGINE = RequestEngine(b"", 1, 0.0)
 
 
-class Times(NamedTuple):
-    """How long a request took. The fields are those of ``RequestTimes`` in ``kvcache.proto``."""
-
-    lookup_seconds: float
-    wait_seconds: float
-    load_seconds: float
-    first_token_seconds: float
-
-
 @dataclass(slots=True)
 class ExplainedRequest:
     """One recent request."""
@@ -55,7 +47,7 @@ class ExplainedRequest:
     """Name of the budget of the request's tenant."""
     load_tier: str = ""
     """The slowest tier that held tokens which the engine loads; empty: it loads none."""
-    times: Times | None = None
+    times: RequestTimes | None = None
     """Durations; None: the engine has not reported them, because the request has no first token yet."""
     is_counted: bool = False
 
@@ -85,7 +77,7 @@ class ExplainedRequest:
 
     def document(self) -> dict[str, Any]:
         """Return the request as the page ``/requests`` shows it. Times that are not known are null."""
-        times = self.times or Times(0.0, 0.0, 0.0, 0.0)
+        times = self.times or RequestTimes("")
         is_known = self.times is not None
         load = {self.load_tier: round(times.load_seconds, 6)} if self.load_tier else {}
         return {

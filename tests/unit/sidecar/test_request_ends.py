@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_client.rpc import service
+from lmcache_client.rpc.times import RequestTimes
 from lmcache_sidecar.clients.validation import CallRefusedError, parse_times
 from lmcache_sidecar.explain.causes import Blocking, Causes, UncountedRequest
 from lmcache_sidecar.explain.open_requests import EndedRequest, OpenRequests
-from lmcache_sidecar.explain.requests import ExplainedRequest, RequestEngine, Times
+from lmcache_sidecar.explain.requests import ExplainedRequest, RequestEngine
 from lmcache_sidecar.explain.sources import find_sources
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.memory.contracts import Chains
@@ -20,7 +21,7 @@ from lmcache_store.tiers.tiered.history import ChunkHistory
 
 CHUNK = 256
 ENGINE = b"e" * 16
-TIMES = Times(0.001, 0.25, 0.5, 1.0)
+TIMES = RequestTimes("", 0.001, 0.25, 0.5, 1.0)
 HISTORY = ChunkHistory(1 << 8)
 
 
@@ -46,8 +47,8 @@ def report(
     causes.note(UncountedRequest(0.0, name, chains, message, sources, HISTORY, blocking, engine=engine))
 
 
-def end(causes: Causes, name: str = "r", num_failed: int = 0, times: Times = TIMES) -> None:
-    causes.note(EndedRequest(ENGINE, name, times, num_failed))
+def end(causes: Causes, name: str = "r", num_failed: int = 0, times: RequestTimes = TIMES) -> None:
+    causes.note(EndedRequest(ENGINE, times._replace(request_id=name, num_failed_tokens=num_failed)))
     causes.settle()
 
 
@@ -173,7 +174,7 @@ def test_first_tokens_count_by_length_and_source(causes):
     report(causes, "1", num_loaded=2)
     end(causes, "1")
     report(causes, "2", "x" * 3)
-    end(causes, "2", times=Times(0.0, 0.0, 0.0, 2.0))
+    end(causes, "2", times=RequestTimes("", first_token_seconds=2.0))
     report(causes, "3", "x" * 3)
     end(causes, "3", times=Times(0.0, 0.0, 0.0, 0.0))  # it was aborted
     report(causes, "4", num_loaded=2)
@@ -191,7 +192,7 @@ def test_bytes_of_tiers_are_integrated_over_time(causes):
 def test_times_of_a_release_are_parsed():
     taken = pb.RequestTimes(request_id="r", wait_seconds=0.5, num_failed_tokens=7)
     (ended,) = parse_times(pb.ReleaseRequest(times=[taken]), ENGINE)
-    assert ended == EndedRequest(ENGINE, "r", Times(0.0, 0.5, 0.0, 0.0), 7)
+    assert ended == EndedRequest(ENGINE, RequestTimes("r", 0.0, 0.5, 0.0, 0.0, 7))
 
 
 @pytest.mark.parametrize(
