@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
-from lmcache.storage_backend.serde import formats, legacy
+from lmcache.storage_backend.serde import formats
 from lmcache.storage_backend.serde.container import ContainerError
 from lmcache.storage_backend.serde.serde import Deserializer, Serializer
 
@@ -17,7 +17,6 @@ _SERIALIZERS: dict[str, Callable[[LMCacheEngineConfig, LMCacheEngineMetadata], S
     "cachegen": formats.CacheGenSerializer,
     "fast": lambda *_: formats.RawSerializer(),
 }
-_LEGACY_READERS = {"torch": legacy.read_torch, "safetensor": legacy.read_safetensors}
 
 
 def CreateSerde(
@@ -29,5 +28,4 @@ def CreateSerde(
     """
     if serde_type not in _SERIALIZERS:
         raise ValueError(f"Invalid serde type: {serde_type!r} (write {', '.join(_SERIALIZERS)})")
-    deserializer = formats.ContainerDeserializer(metadata.kv_dtype, _LEGACY_READERS.get(serde_type))
-    return _SERIALIZERS[serde_type](config, metadata), deserializer
+    return _SERIALIZERS[serde_type](config, metadata), formats.ContainerDeserializer(metadata.kv_dtype)

@@ -173,16 +173,6 @@ def _prefer_huge_pages(memory: npt.NDArray[np.uint8]) -> None:
         prefer_huge_pages(memory)
 
 
-def is_container(blob: Buffer) -> bool:
-    """Return whether the bytes are a container, possibly damaged; False for values of LMCache 0.1-0.3.
-
-    The magic is at both ends of the header. A container with one damaged magic, or a truncated one, is
-    therefore not taken for an old value.
-    """
-    view = memoryview(blob)
-    return MAGIC.startswith(bytes(view[: len(MAGIC)])) or bytes(view[_END_MARK:HEADER_BYTES]) == MAGIC
-
-
 def parse(blob: Buffer, label: bytes = b"") -> Container:
     """Verify and parse a container, without a copy.
 

@@ -4,26 +4,20 @@ A **serde** converts a chunk's tensor to bytes and back. The bytes are a **conta
 payload of one of three kinds: raw, safetensors or cachegen. A **label**, such as the chunk's key, may bind a
 container: only a reader with the same label can read it.
 
-The serdes "torch" and "safetensor" also read values of LMCache 0.1-0.3. LMCache 0.1-0.3 can't read values of
-this version. "torch" writes a raw container instead of the archive of ``torch.save``, which took ten times as
-long and has no checksum. Old values of "fast" are not read, because they have neither a shape nor a checksum,
-and old values of "cachegen" because they are pickled.
+Values of LMCache 0.1-0.3 are no containers, and are refused: they have no checksum, and some are pickled.
+LMCache 0.1-0.3 can't read values of this version.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import safetensors.torch
 import torch
 
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
-from lmcache.storage_backend.serde import legacy
 from lmcache.storage_backend.serde.cachegen_basics import CacheGenEncoderOutput, is_encodable
 from lmcache.storage_backend.serde.container import (
     ContainerError,
     PayloadKind,
-    is_container,
     pack,
     parse,
     tensor_bytes,
@@ -33,6 +27,9 @@ from lmcache.storage_backend.serde.serde import Deserializer, Serializer, timed
 from lmcache.utils import token_dim
 from lmcache_store.tiers.header import Buffer
 
+_TENSOR_NAME = "tensor_bytes"
+"""Name of the one tensor in a safetensors payload."""
+
 BINS = 32
 """Number of quantization levels. The original CacheGen uses 32 for the first layers and 16 after them.
 Compared with it, 32 for all layers take 30 % more bytes and divide the mean KL divergence of the next token
@@ -40,21 +37,13 @@ by four (docs/reference/serde.md)."""
 
 
 class ContainerDeserializer(Deserializer):
-    """Reads containers of all serdes, and values of LMCache 0.1-0.3 that ``read_legacy`` supports."""
-
-    def __init__(
-        self, dtype: torch.dtype, read_legacy: Callable[[Buffer], torch.Tensor] | None = None
-    ) -> None:
-        super().__init__(dtype)
-        self._read_legacy = read_legacy
+    """Reads containers of all serdes."""
 
     @timed
     @torch.inference_mode(False)
     def from_bytes(self, bs: Buffer, label: bytes = b"") -> torch.Tensor:
         """See Deserializer."""
-        if self._read_legacy is None or is_container(bs):
-            return _cast(_read(bs, label), self.dtype)
-        return _cast(self._read_legacy(bs), self.dtype)
+        return _cast(_read(bs, label), self.dtype)
 
 
 class RawSerializer(Serializer):
@@ -75,7 +64,7 @@ class SafetensorsSerializer(Serializer):
     @timed
     def to_bytes(self, t: torch.Tensor, label: bytes = b"") -> bytes:
         """See Serializer."""
-        file = safetensors.torch.save({legacy.TENSOR_NAME: t.detach().cpu().contiguous()})
+        file = safetensors.torch.save({_TENSOR_NAME: t.detach().cpu().contiguous()})
         return pack(PayloadKind.SAFETENSORS, t.dtype, t.shape, [file], label)
 
 
@@ -124,7 +113,10 @@ def _read(bs: Buffer, label: bytes) -> torch.Tensor:
         return tensor_from_bytes(payload, dtype, shape)
     if kind is PayloadKind.CACHEGEN:
         return CacheGenEncoderOutput.from_container(container).decode()
-    tensor = legacy.read_safetensors(payload)
+    try:
+        tensor = safetensors.torch.load(bytes(payload))[_TENSOR_NAME]
+    except Exception as error:  # the parser's errors have no common base class
+        raise ContainerError(f"not a safetensors file with {_TENSOR_NAME}: {error}") from error
     if tensor.dtype != dtype or tensor.shape != shape:
         raise ContainerError(f"payload is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}")
     return tensor

@@ -46,7 +46,7 @@ class Deserializer(abc.ABC):
         range.
 
         Raises ContainerError if the bytes can't be read or cast, or if the container is not bound to
-        ``label``. Bytes of LMCache 0.1-0.3 have no label and are read with any ``label``.
+        ``label``.
         """
 
 

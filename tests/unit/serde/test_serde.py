@@ -1,13 +1,13 @@
+import contextlib
 import io
 import re
-import zipfile
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 import lmcache
 from lmcache.config import GlobalConfig, LMCacheEngineConfig, LMCacheEngineMetadata
@@ -140,34 +140,7 @@ def test_defect_05_integers_are_not_cast(stored, wanted):
         make_serde("torch", getattr(torch, wanted))[1].from_bytes(blob)
 
 
-# Bytes that lmcache 0.1 to 0.3 wrote
-
-
-def torch_saved(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-def with_pickle_program(program, archive=None):
-    """Return a torch.save archive with another pickle program in it."""
-    modified = io.BytesIO()
-    with (
-        zipfile.ZipFile(io.BytesIO(archive or torch_saved(torch.ones(2)))) as source,
-        zipfile.ZipFile(modified, "w") as target,
-    ):
-        for entry in source.infolist():
-            is_program = entry.filename.endswith("data.pkl")
-            target.writestr(entry.filename, program if is_program else source.read(entry))
-    return modified.getvalue()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_reads_legacy_bytes(dtype):
-    tensor = torch.arange(24).to(dtype).reshape(2, 3, 4)
-    assert same_bits(tensor, make_serde("torch", dtype)[1].from_bytes(torch_saved(tensor)))
-    file = safetensors.torch.save({"tensor_bytes": tensor})
-    assert same_bits(tensor, make_serde("safetensor", dtype)[1].from_bytes(file))
+SAFE = safetensors.torch.save({"tensor_bytes": torch.arange(6.0).half()})
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, [6]), (torch.float16, [2, 3])])
@@ -176,91 +149,47 @@ def test_safetensors_payload_must_match_its_container(dtype, shape):
         make_serde("safetensor")[1].from_bytes(pack(PayloadKind.SAFETENSORS, dtype, shape, [SAFE]))
 
 
-def test_legacy_bytes_of_a_view_contain_only_the_view():
-    view = torch.arange(1000.0)[::100].half()
-    assert torch.equal(make_serde("torch")[1].from_bytes(torch_saved(view)), view)
+@given(data=st.data())
+@settings(max_examples=examples(50))
+def test_hostile_safetensors_payload_gives_a_container_error_or_a_tensor(data):
+    mutated = bytearray(SAFE)
+    for _ in range(data.draw(st.integers(1, 4))):
+        mutated[data.draw(st.integers(0, len(SAFE) - 1))] = data.draw(st.integers(0, 255))
+    truncated = SAFE[: data.draw(st.integers(0, len(SAFE) - 1))]
+    for payload in (mutated, truncated, data.draw(st.binary(max_size=200))):
+        blob = pack(PayloadKind.SAFETENSORS, torch.float16, [6], [payload])
+        with contextlib.suppress(ContainerError):
+            assert make_serde("safetensor")[1].from_bytes(blob).shape == (6,)
 
 
-@pytest.mark.parametrize("name", ["torch", "cachegen"])
-def test_defect_20_code_in_pickled_legacy_bytes_does_not_run(name, tmp_path):
-    target = tmp_path / "ran"
-    program = f"cos\nsystem\n(S'touch {target}'\ntR.".encode()
-    for blob in (program, with_pickle_program(b"\x80\x02" + program)):
-        with pytest.raises(ContainerError):
+def torch_saved(tensor):
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", SERDES)
+def test_refuses_what_lmcache_0_1_to_0_3_wrote(name):
+    for blob in (torch_saved(torch.arange(6.0).half()), SAFE, bytes(64)):
+        with pytest.raises(ContainerError, match="not a container"):
             make_serde(name)[1].from_bytes(blob)
-    assert not target.exists()
+
+
+@given(st.binary(max_size=300))
+def test_refuses_bytes_without_a_container(blob):
+    with pytest.raises(ContainerError):
+        make_serde("fast")[1].from_bytes(blob)
 
 
 def test_defect_20_no_module_imports_pickle():
     imports = re.compile(
         r"^\s*(import|from)\s+(pickle|cPickle|dill|cloudpickle|marshal|shelve)\b", re.MULTILINE
     )
-    loads = re.compile(r"(?<!safetensors\.)torch\.load\((?![^)]*weights_only=True)")
+    loads = re.compile(r"(?<!safetensors\.)torch\.load\(")
     for path in Path(lmcache.__file__).parent.rglob("*.py"):
         text = path.read_text()
         assert not imports.search(text), path
         assert not loads.search(text), path
-
-
-def test_hostile_legacy_bytes_allocate_no_extra_memory():
-    deserializer = make_serde("torch")[1]
-    saved = torch_saved(torch.ones(2).half())
-    compressed = io.BytesIO()
-    with zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("a/data.pkl", bytes(1000))
-    overlapping = io.BytesIO()
-    with zipfile.ZipFile(overlapping, "w") as archive:
-        archive.writestr("a/data/0", bytes(1000))
-        archive.filelist *= 9
-    hostile = {
-        "is not part of a tensor": with_pickle_program(
-            b"\x80\x02cbuiltins\nbytearray\n(\x8a\x05\0\0\0\0\x01tR."
-        ),
-        "not a dense tensor": torch_saved(torch.ones(1).half().expand(1 << 40)),
-        "is compressed": compressed.getvalue(),
-        "entries overlap": overlapping.getvalue(),
-    }
-    assert deserializer.from_bytes(saved).tolist() == [1, 1]
-    for reason, blob in hostile.items():
-        with pytest.raises(ContainerError, match=reason):
-            deserializer.from_bytes(blob)
-
-
-@pytest.mark.parametrize("value", [[torch.ones(1)], {}, 1, torch.nn.Linear(1, 1), torch.eye(2).to_sparse()])
-def test_refuses_legacy_bytes_of_other_types(value):
-    with pytest.raises(ContainerError):
-        make_serde("torch")[1].from_bytes(torch_saved(value))
-
-
-SAVED = torch_saved(torch.arange(6.0).half())
-SAFE = safetensors.torch.save({"tensor_bytes": torch.arange(6.0).half()})
-
-
-@pytest.mark.parametrize(
-    ("name", "valid"), [("torch", SAVED), ("safetensor", SAFE), ("cachegen", b"\x80\x02.")]
-)
-@given(data=st.data())
-@settings(max_examples=examples(50), suppress_health_check=[HealthCheck.differing_executors])
-def test_hostile_legacy_bytes_give_a_container_error_or_a_tensor(name, valid, data):
-    mutated = bytearray(valid)
-    for _ in range(data.draw(st.integers(1, 4))):
-        mutated[data.draw(st.integers(0, len(valid) - 1))] = data.draw(st.integers(0, 255))
-    truncated = valid[: data.draw(st.integers(0, len(valid) - 1))]
-    deserializer = make_serde(name)[1]
-    for blob in (bytes(mutated), truncated, data.draw(st.binary(max_size=200))):
-        try:
-            tensor = deserializer.from_bytes(blob)
-        except ContainerError:
-            continue
-        assert tensor.dtype == torch.float16
-        assert tensor.nbytes <= 2 * len(blob)
-
-
-@given(st.binary(max_size=300))
-def test_fast_refuses_bytes_without_a_header(blob):
-    """Legacy bytes of ``fast`` have neither shape nor checksum, so any bytes would pass for a tensor."""
-    with pytest.raises(ContainerError):
-        make_serde("fast")[1].from_bytes(blob)
 
 
 @pytest.mark.parametrize("name", SERDES)

@@ -11,7 +11,6 @@ from lmcache.storage_backend.serde.container import (
     HEADER_BYTES,
     ContainerError,
     PayloadKind,
-    is_container,
     pack,
     parse,
     tensor_bytes,
@@ -60,7 +59,6 @@ def test_codes_of_dtypes_and_kinds_never_change():
 @given(kinds, dtypes, shapes, st.lists(st.binary(max_size=50), max_size=3))
 def test_parses_the_packed_container(kind, dtype, shape, parts):
     blob = pack(kind, dtype, shape, parts)
-    assert is_container(blob)
     assert parse(blob) == (kind, dtype, tuple(shape), b"".join(parts))
 
 
@@ -71,13 +69,10 @@ def test_refuses_arbitrary_bytes(blob):
 
 
 @given(kinds, dtypes, shapes, st.binary(max_size=20), st.data())
-def test_defect_04_refuses_flipped_bits_and_never_reads_them_as_legacy_bytes(
-    kind, dtype, shape, payload, data
-):
+def test_defect_04_refuses_flipped_bits(kind, dtype, shape, payload, data):
     blob = bytearray(pack(kind, dtype, shape, [payload]))
     bit = data.draw(st.integers(0, len(blob) * 8 - 1))
     blob[bit // 8] ^= 1 << bit % 8
-    assert is_container(blob)
     with pytest.raises(ContainerError):
         parse(blob)
 
@@ -87,7 +82,6 @@ def test_refuses_truncated_and_extended_containers(payload, data):
     blob = pack(PayloadKind.RAW, torch.uint8, [len(payload)], [payload])
     truncated = blob[: data.draw(st.integers(0, len(blob) - 1))]
     for damaged in (truncated, blob + b"\0"):
-        assert is_container(damaged)
         with pytest.raises(ContainerError, match="payload has" if len(damaged) >= HEADER_BYTES else None):
             parse(damaged)
 
