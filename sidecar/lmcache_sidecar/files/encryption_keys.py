@@ -8,26 +8,19 @@ need.
 from __future__ import annotations
 
 import logging
-import os
-import stat
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from lmcache_sidecar.config import ConfigError
-from lmcache_sidecar.files.watched_files import Followed
+from lmcache_sidecar.files.watched_files import FollowedSecret
 from lmcache_store.tiers.encryption.aes import AesGcm
 from lmcache_store.tiers.encryption.keys import EncryptionKeys, WriteVersions, parse_keys
 
 logger = logging.getLogger(__name__)
 
-_MAX_BYTES = 256
-"""Bytes that are read of each file: more than a key has."""
 
-
-class KeysDirectory(Followed[Mapping[str, bytes]]):
+class KeysDirectory(FollowedSecret):
     """The keys of a tier. ``cipher`` uses them, and has the same problem until there are any."""
 
     def __init__(
@@ -42,9 +35,8 @@ class KeysDirectory(Followed[Mapping[str, bytes]]):
 
         ``delay_seconds``: time from the first sight of a version until it encrypts, see ``WriteVersions``.
         """
-        super().__init__(path)
+        super().__init__(path, option)
         self.cipher = AesGcm(tier)
-        self._option = option
         self._tier = tier
         self._write_versions = WriteVersions(delay_seconds)
         self._clock = clock
@@ -58,18 +50,6 @@ class KeysDirectory(Followed[Mapping[str, bytes]]):
         elif (updated := self._with_write_version(keys)) != keys:
             self.cipher.use(updated)
             logger.info("%s is %s", *self.used)
-
-    def read(self) -> Mapping[str, bytes]:
-        """Return the content of each file, by name, without names that begin with a dot."""
-        files: dict[str, bytes] = {}
-        try:
-            for name in os.listdir(self.path):
-                if not name.startswith("."):
-                    self._read_file(name, files)
-        except OSError as error:
-            what = f"{error.filename} can't be read: {str(error.strerror).lower()}"
-            raise ConfigError(f"{self._option}: {what}. Mount a Secret with the keys there") from error
-        return files
 
     def use(self, content: Mapping[str, bytes]) -> None:
         """Use these keys from now on."""
@@ -96,16 +76,6 @@ class KeysDirectory(Followed[Mapping[str, bytes]]):
     def _with_write_version(self, keys: EncryptionKeys) -> EncryptionKeys:
         version = self._write_versions.choose(keys.versions, self._clock())
         return replace(keys, write_version=version)
-
-    def _read_file(self, name: str, files: dict[str, bytes]) -> None:
-        path = Path(self.path, name)
-        try:
-            if not stat.S_ISREG(path.stat().st_mode):
-                raise ConfigError(f"{self._option}: {path} is not a file: remove it")
-            with path.open("rb") as file:
-                files[name] = file.read(_MAX_BYTES)
-        except FileNotFoundError:  # the kubelet removes it just now
-            return
 
 
 def _listed(versions: list[int]) -> str:

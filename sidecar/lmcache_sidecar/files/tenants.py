@@ -83,7 +83,8 @@ class TenantsFile(FollowedFile):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self._salted = SaltedBudgets(Budget())
+        self.salted = SaltedBudgets()
+        """Budgets of the text in use."""
         self._salts: dict[str, str | None] = {}  # salts by their files; None: the file is not readable
         self._last_salts: dict[str, str] = {}  # of the files that the text in use names
         self._failed: list[str] = []  # problems of tenants whose salts cannot be used
@@ -111,7 +112,7 @@ class TenantsFile(FollowedFile):
     def use(self, text: str) -> None:
         """Use the budgets of this text. Raises ValueError, naming file and key."""
         self._salts, failed = {}, list[str]()
-        self._salted = _parse(self.path, text, self._salt_of, failed)
+        self.salted = _parse(self.path, text, self._salt_of, failed)
         self.digest = hashlib.sha256(text.encode()).hexdigest()
         self._failed = failed
         self._last_salts = {path: salt for path, salt in self._last_salts.items() if path in self._salts}
@@ -129,19 +130,9 @@ class TenantsFile(FollowedFile):
     @property
     def used(self) -> tuple[str, str]:
         """Subject and present value, for the log: names only."""
-        names = self._salted.names
+        names = [budget.name for budget in self.salted.listed]
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         return "The list of tenants with budgets", shown
-
-    @property
-    def listed(self) -> list[Budget]:
-        """Budgets of the file by name, the default's first. They contain no salts and no hashes."""
-        return self._salted.listed
-
-    @property
-    def names_by_owner(self) -> dict[str, str]:
-        """Names of budgets by the owners of bytes on disk, which are hashes of salts."""
-        return self._salted.names_by_owner
 
     def add_namespace(self, namespace: bytes) -> bool:
         """Apply the budgets to the tenants of this namespace, too. Returns whether it is a new one."""
@@ -153,7 +144,7 @@ class TenantsFile(FollowedFile):
 
     def resolve(self) -> bool:
         """Update ``budgets`` after ``follow`` or ``add_namespace``. Returns whether something changed."""
-        salted = self._salted
+        salted = self.salted
         if salted is self._resolved:
             return False
         self._resolved, self.budgets = salted, salted.resolve(tuple(self._namespaces))

@@ -7,7 +7,11 @@ reason.
 from __future__ import annotations
 
 import logging
+import os
+import stat
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from lmcache_sidecar.config import ConfigError, read_text
@@ -15,6 +19,8 @@ from lmcache_store.common.units import format_size, parse_size
 
 logger = logging.getLogger(__name__)
 
+_MAX_SECRET_BYTES = 1 << 14
+"""Bytes that are read of each file of a Secret: more than a key or a token has."""
 
 Content = TypeVar("Content")
 
@@ -66,6 +72,37 @@ class FollowedFile(Followed[str]):
     def read(self) -> str:
         """Return the text."""
         return read_text(self.path)
+
+
+class FollowedSecret(Followed[Mapping[str, bytes]]):
+    """The files of a mounted Secret by name, without names that begin with a dot."""
+
+    def __init__(self, path: str, option: str) -> None:
+        """``option``: the flag with the path, for messages."""
+        super().__init__(path)
+        self._option = option
+
+    def read(self) -> Mapping[str, bytes]:
+        """Return the content of each file. Raises ConfigError, with the option in front."""
+        files: dict[str, bytes] = {}
+        try:
+            for name in os.listdir(self.path):
+                if not name.startswith("."):
+                    self._read_file(name, files)
+        except OSError as error:
+            what = f"{error.filename} can't be read: {str(error.strerror).lower()}"
+            raise ConfigError(f"{self._option}: {what}. Mount a Secret there") from error
+        return files
+
+    def _read_file(self, name: str, files: dict[str, bytes]) -> None:
+        path = Path(self.path, name)
+        try:
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise ConfigError(f"{self._option}: {path} is not a file: remove it")
+            with path.open("rb") as file:
+                files[name] = file.read(_MAX_SECRET_BYTES)
+        except FileNotFoundError:  # the kubelet removes it just now
+            return
 
 
 class SizeFile(FollowedFile):

@@ -135,7 +135,7 @@ def tenants_part(
         memory: the memory tier; None until it has a format.
         disk: the disk tier; None: the sidecar has no disk.
     """
-    budgets, has_file = file.listed, bool(file.path)
+    budgets, has_file = file.salted.listed, bool(file.path)
     facts = {
         "tenants_problem": file.problem if has_file else None,
         "tenants_digest": file.digest if has_file else None,
@@ -145,7 +145,7 @@ def tenants_part(
     figures = read(COUNTED, Counted(budgets, counts, causes))
     figures |= read(SHARES, Shares(budgets, memory) if memory is not None else None)
     if isinstance(disk, BoundedTier):
-        figures |= read(DISK, DiskBounds(bounded, file.names_by_owner, counts, disk))
+        figures |= read(DISK, DiskBounds(bounded, file.salted.names_by_owner, counts, disk))
     return StatsPart("tenants", facts, figures, "lmcache_tenant")
 
 

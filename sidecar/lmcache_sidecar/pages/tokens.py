@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hmac
-import os
 import re
+from collections.abc import Mapping
 from http import HTTPStatus
 
-from lmcache_sidecar.config import ConfigError, read_text
-from lmcache_sidecar.files.watched_files import Followed
+from lmcache_sidecar.files.watched_files import FollowedSecret
 from lmcache_sidecar.pages.http import Page
 
-_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{16,}=*")
+_TOKEN = re.compile(rb"[A-Za-z0-9._~+/-]{16,}=*")
 _REFUSAL = Page(HTTPStatus.UNAUTHORIZED, b"401 Unauthorized: this page needs a bearer token\n")
 
 
-class PageTokens(Followed[frozenset[bytes]]):
+class PageTokens(FollowedSecret):
     """The accepted tokens: the contents of the files of a directory, in a pod a mounted Secret.
 
     Until the directory has valid tokens, no token is accepted.
@@ -23,7 +22,7 @@ class PageTokens(Followed[frozenset[bytes]]):
 
     def __init__(self, path: str) -> None:
         """An empty ``path`` means that pages need no token."""
-        super().__init__(path)
+        super().__init__(path, "--http-tokens-dir")
         self._tokens: frozenset[bytes] = frozenset()
 
     def refusal(self, token: str) -> Page | None:
@@ -32,20 +31,12 @@ class PageTokens(Followed[frozenset[bytes]]):
         are_equal = [hmac.compare_digest(sent, accepted) for accepted in self._tokens]
         return None if not self.path or any(are_equal) else _REFUSAL
 
-    def read(self) -> frozenset[bytes]:
-        """Return the content of each file, without files whose names begin with a dot."""
-        try:
-            names = [name for name in os.listdir(self.path) if not name.startswith(".")]
-        except OSError as error:
-            reason = str(error.strerror).lower()
-            raise ConfigError(f"--http-tokens-dir: {self.path} can't be read: {reason}") from error
-        return frozenset(read_text(os.path.join(self.path, name)).strip().encode() for name in names)
-
-    def use(self, content: frozenset[bytes]) -> None:
+    def use(self, content: Mapping[str, bytes]) -> None:
         """Accept these tokens from now on."""
-        if not content or not all(_TOKEN.fullmatch(token.decode()) for token in content):
+        tokens = frozenset(token.strip() for token in content.values())
+        if not tokens or not all(map(_TOKEN.fullmatch, tokens)):
             raise ValueError(f"{self.path}: each file must have one token of at least 16 characters")
-        self._tokens = content
+        self._tokens = tokens
 
     @property
     def used(self) -> tuple[str, str]:

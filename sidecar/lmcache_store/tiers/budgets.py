@@ -89,8 +89,3 @@ class SaltedBudgets:
     def listed(self) -> list[Budget]:
         """All budgets, the default's first."""
         return [self.default, *self.by_salt_hash.values()]
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all budgets, the default's first."""
-        return [budget.name for budget in self.listed]

@@ -35,22 +35,22 @@ def run(data: bytes) -> None:
     except UnicodeDecodeError:  # the sidecar reads the file as text
         return
     file = TenantsFile(PATH)
-    before = file.listed
+    before = file.salted.listed
     try:
         file.use(text)
     except ValueError as error:
-        if not str(error).startswith(PATH) or file.listed != before:
+        if not str(error).startswith(PATH) or file.salted.listed != before:
             raise AssertionError("the message does not name the file, or the file changed budgets") from error
         return
     file.add_namespace(bytes(32))
     assert file.resolve()
-    default, *named = file.listed
+    default, *named = file.salted.listed
     assert default.name == DEFAULT_NAME
     assert len(named) <= MAX_NAMED
     assert len({budget.name for budget in named}) == len(named)
     assert all(is_name(budget.name) for budget in named)
-    assert sum(budget.min_memory_percent for budget in file.listed) <= 100
-    for budget in file.listed:
+    assert sum(budget.min_memory_percent for budget in file.salted.listed) <= 100
+    for budget in file.salted.listed:
         assert 0 <= budget.min_memory_percent <= budget.memory_percent <= 100
         assert 0 <= budget.disk_bytes <= MAX_DISK_BYTES
 

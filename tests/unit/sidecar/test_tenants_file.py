@@ -55,7 +55,7 @@ class Bench:
 
     @property
     def names(self) -> list[str]:
-        return [budget.name for budget in self.file.listed]
+        return [budget.name for budget in self.file.salted.listed]
 
     def budget(self, salt: str) -> Budget:
         return self.file.budgets.of(keys.tenant(salt, NAMESPACE))

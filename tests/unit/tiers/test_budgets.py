@@ -141,7 +141,7 @@ def test_salts_are_resolved_for_each_namespace():
     assert budgets.of(keys.tenant("s3cret", b"m" * 32)) is search
     assert budgets.of(keys.tenant("s3cret", b"other")).priority == 3
     assert budgets.of(b"") is NO_SALT
-    assert salted.names == ["default", "search"]
+    assert salted.listed == [Budget(priority=3), search]
 
 
 @pytest.mark.parametrize("is_full", [False, True])

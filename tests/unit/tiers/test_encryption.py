@@ -71,7 +71,7 @@ def test_without_a_delay_the_highest_version_encrypts():
 
 class TestKeys:
     def test_highest_version_encrypts(self):
-        parsed = parse_keys({"9": HEX, "10": key_of(1).hex().encode() + b"\n", "..data": b"", ".x": b"y"})
+        parsed = parse_keys({"9": HEX, "10": key_of(1).hex().encode() + b"\n"})
         assert parsed.by_version == {9: bytes.fromhex(HEX.decode()), 10: key_of(1)}
         assert (parsed.write_version, parsed.versions) == (10, [9, 10])
 
@@ -82,7 +82,6 @@ class TestKeys:
         ("files", "mistake"),
         [
             ({}, "has no key: add a file named 1, and write the output of 'openssl rand -hex 32' to it"),
-            ({"..data": HEX}, "has no key"),
             ({"1": b""}, "1 does not have 64 hexadecimal digits: write the output of 'openssl rand -hex 32'"),
             ({"1": HEX[:-1]}, "1 does not have 64"),
             ({"1": HEX + b"0"}, "1 does not have 64"),

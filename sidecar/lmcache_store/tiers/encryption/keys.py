@@ -57,14 +57,12 @@ class WriteVersions:
 
 
 def parse_keys(files: Mapping[str, bytes]) -> EncryptionKeys:
-    """Parse the files of a directory, by name. Names that begin with a dot are ignored. The highest encrypts.
+    """Parse the files of a directory, by name. The highest encrypts.
 
     Raises ValueError, which names the file with the mistake and the remedy.
     """
     by_version: dict[int, bytes] = {}
     for name, content in sorted(files.items()):
-        if name.startswith("."):
-            continue
         version = _version(name, files)
         key = _key(name, content)
         twin = next((other for other, present in by_version.items() if present == key), None)
