@@ -137,7 +137,8 @@ class EncryptedFiles:
 
     def num_bytes(self, length: int) -> int:
         """See FileFormat."""
-        return _encrypted_bytes(length)
+        num_whole, rest = divmod(length, PIECE_BYTES)
+        return PAGE_BYTES + num_whole * _padded(PIECE_BYTES) + _padded(rest)
 
     def is_aligned(self, payload: memoryview) -> bool:
         """See FileFormat."""
@@ -210,12 +211,6 @@ class EncryptedFiles:
 def _padded(length: int) -> int:
     """Return the bytes of a file that an encrypted piece of ``length`` bytes takes; 0 for no piece."""
     return round_up(length + OVERHEAD_BYTES, PAGE_BYTES) if length else 0
-
-
-def _encrypted_bytes(length: int) -> int:
-    """Return the length of the encrypted file of a payload."""
-    num_whole, rest = divmod(length, PIECE_BYTES)
-    return PAGE_BYTES + num_whole * _padded(PIECE_BYTES) + _padded(rest)
 
 
 def _clear(memory: memoryview) -> None:

@@ -23,7 +23,7 @@ from lmcache_store.tiers.memory.kernel_pages import check_node, prefer_huge_page
 from lmcache_store.tiers.memory.layout import HEAD_BYTES, ArenaLayout, Head
 from lmcache_store.tiers.memory.opening import allocate, open_arena
 from lmcache_store.tiers.memory.shared_index import BUCKET_BYTES, SharedIndex
-from lmcache_store.tiers.memory.slots import ENTRY, SlotTable
+from lmcache_store.tiers.memory.slots import ENTRY, SlotTable, next_generation
 from lmcache_store.tiers.pages import PAGE_BYTES
 
 
@@ -103,7 +103,7 @@ class ArenaFile(GrowingFile):
         layout = ArenaLayout.plan(self.capacity_bytes, geometry)
         first_generation = self.first_generation
         if self.geometry is not None:
-            first_generation = self.table.next_generation(first_generation)
+            first_generation = next_generation(self.table.snapshot(0, self.num_rows), first_generation)
         # A head without a geometry disowns the table: a crash from here on leaves an unformatted arena.
         self._write_head(None, first_generation)
         allocate(self._fd, 0, layout.data_offset)

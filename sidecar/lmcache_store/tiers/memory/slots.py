@@ -129,13 +129,9 @@ class SlotTable:
         """Copy entries of rows ``first_row`` .. ``last_row - 1``, [num_columns, rows]."""
         return self._entries[:, first_row:last_row].copy()
 
-    def next_generation(self, first_generation: int) -> int:
-        """Return a generation above all generations of this format, which began with ``first_generation``."""
-        return next_generation(self._entries, first_generation)
-
 
 def next_generation(entries: NDArray[np.void], first_generation: int) -> int:
-    """Return a generation above all generations of a snapshot's entries; see ``SlotTable``."""
+    """Return a generation above all generations of this format, which began with ``first_generation``."""
     generations = entries["generation"][were_given(entries, first_generation)]
     return max(first_generation, int(generations.max(initial=0)) + 1)
 

@@ -209,7 +209,7 @@ def _has_readable_marker(
     if num_bytes != form.marker_bytes:  # up to 512 MB, which another program wrote
         raise InvalidObjectError("header")
     marker = memoryview(bytearray(num_bytes))
-    connection.end_bulk(marker)
+    connection.read_bulk(marker)
     try:
         form.parse_marker(object_id, marker)
     except (InvalidObjectError, KeyAbsentError):
@@ -244,7 +244,7 @@ def _read_marker(connection: RespConnection, object_id: ObjectId, form: ValueFor
     if num_bytes != form.marker_bytes:
         raise InvalidObjectError("header")
     marker = memoryview(bytearray(form.marker_bytes))
-    connection.end_bulk(marker)
+    connection.read_bulk(marker)
     return form.parse_marker(object_id, marker)
 
 
@@ -253,7 +253,7 @@ def _read_piece(connection: RespConnection, into: Sequence[memoryview], *, is_el
     num_bytes = connection.read_bulk_length(is_element=is_element)
     if num_bytes != sum(map(len, into)):
         raise InvalidObjectError("evicted" if num_bytes is None else "length")
-    connection.end_bulk(*into)
+    connection.read_bulk(*into)
 
 
 def _read_replies(connection: RespConnection, number: int) -> list[Reply]:

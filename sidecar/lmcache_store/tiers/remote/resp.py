@@ -131,7 +131,7 @@ class RespConnection:
         self._num_due += expected - 1
 
     def read_bulk_length(self, *, is_element: bool = False) -> int | None:
-        """Read the head of a bulk string. The caller must then call ``end_bulk``. None: there is no value."""
+        """Read the head of a bulk string. Call ``read_bulk`` next. None: there is no value."""
         if not is_element:
             self._skip_asking()
         length = _length(self._read_line(b"$"))
@@ -139,18 +139,8 @@ class RespConnection:
         return length
 
     def read_bulk(self, *targets: memoryview) -> None:
-        """Read the next bytes of a bulk string into the targets, in one system call if possible."""
-        views = []
-        for target in targets:
-            ahead = min(len(self._line), len(target))
-            target[:ahead] = self._line[:ahead]
-            del self._line[:ahead]
-            views.append(target[ahead:])
-        self._stream.fill(views)
-
-    def end_bulk(self, *targets: memoryview) -> None:
-        """Read the rest of a bulk string into the targets, in one system call if possible."""
-        self._read_end(*targets)
+        """Read a bulk string into the targets, which must have its length together."""
+        self._read_content(*targets)
         self._num_due -= 1
 
     def _read_number(self) -> int:
@@ -187,7 +177,7 @@ class RespConnection:
             self._num_due -= 1
             return array
         content = bytearray(length)
-        self._read_end(memoryview(content))
+        self._read_content(memoryview(content))
         return bytes(content)
 
     def _read_line(self, *kinds: bytes) -> bytes:
@@ -205,9 +195,15 @@ class RespConnection:
             raise ConnectionError(f"unexpected reply {line[:32]!r}")
         return line
 
-    def _read_end(self, *targets: memoryview) -> None:
-        end = bytearray(2)
-        self.read_bulk(*targets, memoryview(end))
+    def _read_content(self, *targets: memoryview) -> None:
+        """Read a bulk string after its head, in one system call if possible."""
+        end, views = bytearray(2), []
+        for target in (*targets, memoryview(end)):
+            ahead = min(len(self._line), len(target))
+            target[:ahead] = self._line[:ahead]
+            del self._line[:ahead]
+            views.append(target[ahead:])
+        self._stream.fill(views)
         if end != b"\r\n":
             raise ConnectionError("a bulk string does not end after its announced length")
 
