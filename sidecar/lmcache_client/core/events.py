@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from lmcache_client.core.hits import RowFinder
+from lmcache_client.core.hits import RowFinder, words_of
 from lmcache_client.core.jobs import StoreJob
 from lmcache_client.core.requests import EngineRequest
 from lmcache_store.tiers.base import ROW_KEY_BYTES, RowKey
@@ -117,5 +115,4 @@ class ChunkEvents:
 def _look_up(index: RowFinder | None, row_keys: list[RowKey]) -> Iterable[tuple[RowKey, bool]]:
     if index is None or not row_keys:
         return []
-    words = np.frombuffer(b"".join(row_keys), "<u8").reshape(len(row_keys), -1)
-    return zip(row_keys, index.find_each(words).is_there.tolist(), strict=True)
+    return zip(row_keys, index.find_each(words_of(b"".join(row_keys))).is_there.tolist(), strict=True)

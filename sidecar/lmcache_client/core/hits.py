@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from lmcache_client.core.grid import Grid
 from lmcache_store.kv_groups import first_needed_chunk, longest_hit
+from lmcache_store.tiers.base import ROW_KEY_BYTES
 from lmcache_store.tiers.memory.contracts import Found, Located
 
 T = TypeVar("T", bound=np.generic)
@@ -39,7 +40,13 @@ class Hit(NamedTuple):
     """Places of the rows that a load of ``num_chunks`` needs, and possibly of more; per group with rows."""
 
 
+_WORD = np.dtype("<u8")
 _NOWHERE = Found(np.empty(0, np.int64), np.empty(0, np.uint64))
+
+
+def words_of(joined: bytes) -> KeyWords:
+    """Return joined row keys as numbers."""
+    return np.frombuffer(joined, _WORD).reshape(-1, ROW_KEY_BYTES // _WORD.itemsize)
 
 
 def no_hit(grid: Grid) -> Hit:

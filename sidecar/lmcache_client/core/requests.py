@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from lmcache_client.core.hits import KeyWords, words_of
 from lmcache_client.core.jobs import Offer
 from lmcache_client.core.times import RequestClock
 from lmcache_client.core.waiting import RowWait
 from lmcache_store import keys
-from lmcache_store.tiers.base import ROW_KEY_BYTES, RowKey
+from lmcache_store.tiers.base import RowKey
 from lmcache_store.tiers.memory.contracts import LookupResult
 
 ExtraKeys = tuple[tuple[int, bytes], ...]
@@ -21,8 +19,6 @@ ExtraKeys = tuple[tuple[int, bytes], ...]
 
 FindExtraKeys = Callable[[], "ExtraKeys | None"]
 """Finds a request's extra keys. May do I/O. None: the request can't be cached, or not yet."""
-
-_WORD = np.dtype("<u8")
 
 
 class EngineRequest(Protocol):
@@ -68,7 +64,7 @@ class Ticket:
     """Extra keys of the request; None: not known yet, or the request can't be cached."""
     keys: tuple[list[RowKey], ...] | None = None
     """Row keys of the chunks, per group with rows; None: not known yet. Once known they don't change."""
-    words: tuple[npt.NDArray[np.uint64], ...] = ()
+    words: tuple[KeyWords, ...] = ()
     """The same keys as 64-bit numbers ``[chunks, 8]``, for lookups in the arena's index. Set before
     ``keys``."""
     answer: LookupResult | None = None
@@ -93,8 +89,7 @@ class Ticket:
         """
         hashes = self.hashes if self.extra_keys is not None else []
         keys_by_group = tuple(self.row_keys(group, hashes) for group in groups)
-        words = ROW_KEY_BYTES // _WORD.itemsize
-        self.words = tuple(np.frombuffer(b"".join(part), _WORD).reshape(-1, words) for part in keys_by_group)
+        self.words = tuple(words_of(b"".join(part)) for part in keys_by_group)
         self.keys = keys_by_group
 
     def row_keys(self, group: int, hashes: Sequence[bytes], first_chunk: int = 0) -> list[RowKey]:

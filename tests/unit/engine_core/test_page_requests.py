@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from lmcache_client.core.paged.page_requests import _MAX_CHAINS, Lineage, PageRequest, PageRequests, words_of
+from lmcache_client.core.hits import words_of
+from lmcache_client.core.paged.page_requests import _MAX_CHAINS, Lineage, PageRequest, PageRequests
 from lmcache_store import keys
 from lmcache_store.kv_groups import GroupKind, KVGroup
 

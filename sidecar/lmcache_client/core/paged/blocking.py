@@ -25,9 +25,9 @@ import numpy as np
 
 from lmcache_client.core.calls import Calls
 from lmcache_client.core.copier import EngineCopier
-from lmcache_client.core.hits import find_hit
+from lmcache_client.core.hits import find_hit, words_of
 from lmcache_client.core.jobs import EngineIdentity, GroupLoad, GroupStore, LoadJob, StoreJob
-from lmcache_client.core.paged.page_requests import Lineage, PageRequest, PageRequests, row_keys, words_of
+from lmcache_client.core.paged.page_requests import Lineage, PageRequest, PageRequests, row_keys
 from lmcache_client.core.transfers import LoadTransfer, StoreTransfer
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.errors import SidecarError

@@ -12,15 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import numpy as np
-import numpy.typing as npt
-
+from lmcache_client.core.hits import KeyWords, words_of
 from lmcache_store import keys
 from lmcache_store.common.recent import Recent
 from lmcache_store.kv_groups import KVGroup
-from lmcache_store.tiers.base import ROW_KEY_BYTES
 
-_WORD = np.dtype("<u8")
 _MAX_CHAINS = 8192
 
 
@@ -50,7 +46,7 @@ class PageRequest:
         return [(group.group, row_keys(self.namespace, self.hashes, group.group)) for group in self.groups]
 
     @cached_property
-    def words(self) -> dict[int, npt.NDArray[np.uint64]]:
+    def words(self) -> dict[int, KeyWords]:
         """Row keys as numbers ``[pages, 8]`` by KV group, for lookups in the arena's index."""
         return {group: words_of(joined) for group, joined in self.keys}
 
@@ -124,11 +120,6 @@ class PageRequests:
 def row_keys(namespace: bytes, hashes: Sequence[bytes], group: int) -> bytes:
     """Return the row keys of pages in one KV group, joined."""
     return b"".join(namespace + key for key in keys.chunk_keys(hashes, group=group))
-
-
-def words_of(joined: bytes) -> npt.NDArray[np.uint64]:
-    """Return joined row keys as numbers ``[keys, 8]``."""
-    return np.frombuffer(joined, _WORD).reshape(-1, ROW_KEY_BYTES // _WORD.itemsize)
 
 
 class Lineage:
