@@ -25,7 +25,7 @@ from lmcache_sidecar.pages import stats
 from lmcache_sidecar.pages.stats import StatsPart
 from lmcache_sidecar.pages.tenant_stats import tenants_part
 from lmcache_sidecar.peer_server.rows import TIER_NAME
-from lmcache_sidecar.peer_server.server import PeerServer
+from lmcache_sidecar.peer_server.server import PeerServer, PeerServerStats
 from lmcache_sidecar.resizing import Resizer
 from lmcache_sidecar.samples import LookupSampler
 from lmcache_sidecar.server import Server, claim_socket
@@ -167,7 +167,10 @@ class Sidecar:
         memory = self._sessions.store.memory if self._sessions.store is not None else None
         causes, disk = self._sessions.causes.by_tenant, self._tiers.get("disk")
         parts.append(tenants_part(self._tenants, self._memory_stats, causes, memory, disk))
-        return [*parts, *stats.peer_server_parts(self._peer_server)]
+        if (server := self._peer_server) is not None:
+            figures = stats.read(stats.declared(PeerServerStats), server.stats)
+            parts.append(StatsPart("peer_server", {}, figures, "lmcache_peer_server"))
+        return parts
 
     async def _keep_size(self) -> None:
         """Resize the memory tier, step by step, whenever its size file changes.

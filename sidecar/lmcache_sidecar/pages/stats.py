@@ -25,7 +25,6 @@ from lmcache_sidecar.copiers.jobs import CopyStats
 from lmcache_sidecar.explain.benefit_stats import BenefitStats
 from lmcache_sidecar.explain.causes import Causes, CauseStats
 from lmcache_sidecar.lower_tiers import TierHandle
-from lmcache_sidecar.peer_server.server import PeerServer, PeerServerStats
 from lmcache_sidecar.resizing import Resizer
 from lmcache_sidecar.samples import LookupSampler, LookupStats
 from lmcache_sidecar.sessions import Sessions
@@ -330,15 +329,6 @@ def collect(
             tier_part(name, lower, store.lower.get(name) if store else None)
             for name, lower in handles.items()
         ),
-    ]
-
-
-def peer_server_parts(server: PeerServer | None) -> list[StatsPart]:
-    """Return the statistics of the server that other pods read from; none if it does not run."""
-    if server is None:
-        return []
-    return [
-        StatsPart("peer_server", {}, read(declared(PeerServerStats), server.stats), "lmcache_peer_server")
     ]
 
 
