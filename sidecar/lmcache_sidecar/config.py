@@ -161,17 +161,6 @@ class Config:
         ca, cert, key = (str(Path(self.peer_tls_dir) / name) for name in ("ca.crt", "tls.crt", "tls.key"))
         return Tls(ca, cert, key)
 
-    def peer_passwords(self) -> list[str]:
-        """Return the passwords of peers from their file; the first is this pod's own.
-
-        Raises ConfigError if the file can't be read, or is empty.
-        """
-        text = _read_secret("peer_password_file", self.peer_password_file)
-        passwords = [line.strip() for line in text.splitlines() if line.strip()]
-        if not passwords:
-            raise ConfigError(f"--peer-password-file: {self.peer_password_file} is empty: write a password")
-        return passwords
-
     def with_credentials(self, address: Address) -> Address:
         """Return the address with the present user name and password from their files, if configured.
 

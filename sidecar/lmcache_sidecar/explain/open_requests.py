@@ -26,10 +26,9 @@ class EndedRequest(NamedTuple):
 class OpenRequests:
     """Requests that have not ended, by engine and id. Their number is bounded."""
 
-    def __init__(self, count: Callable[[ExplainedRequest], None], max_requests: int = _MAX_REQUESTS) -> None:
+    def __init__(self, count: Callable[[ExplainedRequest], None]) -> None:
         """``count``: called with each request whose causes are final, unless it is counted already."""
         self._count = count
-        self._max_requests = max_requests
         self._requests: OrderedDict[tuple[bytes, str], ExplainedRequest] = OrderedDict()
 
     def __len__(self) -> int:
@@ -40,7 +39,7 @@ class OpenRequests:
         key = request.engine.uuid, request.request_id
         self._give_up(key)
         self._requests[key] = request
-        if len(self._requests) > self._max_requests:
+        if len(self._requests) > _MAX_REQUESTS:
             self._give_up(next(iter(self._requests)))
 
     def end(self, ended: EndedRequest) -> ExplainedRequest | None:

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from lmcache_sidecar.config import Config, ConfigError
+from lmcache_sidecar.config import Config, ConfigError, read_text
 from lmcache_sidecar.files.shards import endpoints_of, warn_of_unknown
 from lmcache_sidecar.files.watched_files import FollowedFile
 from lmcache_sidecar.peer_server.rows import PeerRows
@@ -31,15 +31,23 @@ _MAX_PEERS = 1024
 
 
 def passwords_of(config: Config) -> Callable[[], list[str]] | None:
-    """Return a function that reads the passwords of peers; it may raise OSError. None: no password is set."""
-    if not config.peer_password_file:
+    """Return a function that reads the passwords of peers; the first is this pod's own. None: there are none.
+
+    The function raises OSError if the file can't be read, or is empty.
+    """
+    path, flag = config.peer_password_file, "--peer-password-file: "
+    if not path:
         return None
 
     def read() -> list[str]:
         try:
-            return config.peer_passwords()
+            text = read_text(path, flag)
         except ConfigError as error:
             raise ConnectionError(str(error)) from error
+        passwords = [line.strip() for line in text.splitlines() if line.strip()]
+        if not passwords:
+            raise ConnectionError(f"{flag}{path} is empty: write a password")
+        return passwords
 
     return read
 

@@ -109,9 +109,10 @@ def test_loads_of_a_dead_engine_count_as_hits(causes):
     assert causes.stats.prompt_tokens == 2 * (4 * CHUNK + 5)
 
 
-def test_open_requests_are_bounded_and_none_is_lost():
+def test_open_requests_are_bounded_and_none_is_lost(monkeypatch):
+    monkeypatch.setattr("lmcache_sidecar.explain.open_requests._MAX_REQUESTS", 10)
     counted: list[ExplainedRequest] = []
-    requests = OpenRequests(counted.append, max_requests=10)
+    requests = OpenRequests(counted.append)
     for number in range(25):
         requests.add(ExplainedRequest(0.0, str(number), {"memory": 1}, 0, RequestEngine(ENGINE, 1, 0.0)))
     assert [request.request_id for request in counted] == list(map(str, range(15)))
