@@ -81,7 +81,8 @@ class Timed:
 
     def get(self, keys: list[bytes], request: int) -> None:
         for key in keys:
-            self.store.get(key, nothing)
+            with self.store.pin_prefix([key]):
+                pass
 
     def remove(self, keys: list[bytes], request: int) -> None:
         for key in keys:

@@ -1,4 +1,4 @@
-"""Threads that put, read, pin, remove and resize one ``LocalStore``, and compare every byte."""
+"""Threads that put, read, pin and remove in one ``LocalStore``, and compare every byte."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ class Stress:
             raise error
 
     def check_account(self) -> None:
-        """Check the idle store within its capacity: its used bytes equal those of its rows."""
-        self.store.resize(self.arena.num_rows * SLOT_BYTES)
-        keys = self.store.keys()
-        lengths = [self.store.get(key, lambda _, length: length) or 0 for key in keys]
+        """Check the idle store: its used bytes equal those of its rows."""
+        keys, lengths = self.store.keys(), []
+        for key in keys:
+            with self.store.pin_prefix([key]) as rows:
+                lengths += [length for _, length in rows]
         expected = sum(-(-length // SLOT_BYTES) * SLOT_BYTES for length in lengths)
         if self.store.num_bytes != expected:
             self.errors.append(AssertionError(f"{self.store.num_bytes} bytes are used, expected {expected}"))
@@ -57,7 +58,7 @@ class Stress:
 
     def _work(self, seed: int, end: float) -> None:
         rng = random.Random(seed)
-        actions = [self._put] * 6 + [self._get] * 6 + [self._read_prompt] * 3 + [self._remove, self._resize]
+        actions = [self._put] * 6 + [self._get] * 6 + [self._read_prompt] * 3 + [self._remove]
         counts: Counter[str] = Counter()
         try:
             while time.monotonic() < end and not self.errors:
@@ -85,7 +86,8 @@ class Stress:
 
     def _get(self, rng: random.Random) -> bool:
         number = rng.randrange(NUM_KEYS)
-        return self.store.get(_key(number), lambda row, length: self._check(number, row, length)) is not None
+        with self.store.pin_prefix([_key(number)]) as rows:
+            return any(self._check(number, row, length) for row, length in rows)
 
     def _read_prompt(self, rng: random.Random) -> bool:
         first = rng.randrange(0, NUM_KEYS, PROMPT)
@@ -98,10 +100,6 @@ class Stress:
 
     def _remove(self, rng: random.Random) -> bool:
         return self.store.remove(_key(rng.randrange(NUM_KEYS)))
-
-    def _resize(self, rng: random.Random) -> bool:
-        size = rng.randint(self.arena.num_rows // 2, self.arena.num_rows)
-        return bool(self.store.resize(size * SLOT_BYTES).num_evicted)
 
     def _check(self, number: int, row: int, length: int) -> bool:
         words = self._payload(row, length)

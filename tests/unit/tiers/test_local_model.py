@@ -27,7 +27,6 @@ class LocalMachine(RuleBasedStateMachine):
         self.arena = PrivateArena(Geometry(SLOT, 1), num_slots)
         self.store = LocalStore(self.arena)
         self.num_slots = num_slots
-        self.usable = num_slots
         self.present: dict[int, tuple[int, bytes]] = {}  # key -> (first slot, payload)
         self.order = Order()
         self.readers: list[tuple] = []  # context, request, [(key, (first slot, payload))]
@@ -68,7 +67,6 @@ class LocalMachine(RuleBasedStateMachine):
         if fits:
             place = filled[0], payload
             payload_slots = self.slots(place)
-            assert payload_slots[-1] < self.usable
             assert payload_slots[0] // FRAME == payload_slots[-1] // FRAME
             assert self.used_slots().isdisjoint(payload_slots)
             if not fails:
@@ -88,7 +86,7 @@ class LocalMachine(RuleBasedStateMachine):
                 self.used_slots() - {slot for number in evicted for slot in self.slots(self.present[number])}
                 | held
             )
-            runs = self.runs(num_slots, self.usable)
+            runs = self.runs(num_slots)
             if num_slots <= FRAME and any(used_slots.isdisjoint(run) for run in runs):
                 return evicted, True
             victims = [number for number in self.order.victims(sparing) if number not in evicted]
@@ -99,23 +97,19 @@ class LocalMachine(RuleBasedStateMachine):
             ]
             # Ways that evict only the next victims come first; other ways also evict later neighbours.
             way = next((way for way, is_next in ways if is_next), ways[0][0] if ways else None)
-            if way is None or not self.usable or num_slots > FRAME:
+            if way is None or num_slots > FRAME:
                 return evicted, False
             evicted += way
 
-    def runs(self, num_slots: int, num_usable: int) -> list[range]:
-        firsts = range(num_usable - num_slots + 1)
+    def runs(self, num_slots: int) -> list[range]:
+        firsts = range(self.num_slots - num_slots + 1)
         return [range(first, first + num_slots) for first in firsts if first % FRAME + num_slots <= FRAME]
 
     def ways_to_free(self, victim: int, num_slots: int, evicted: set[int], held: set[int]) -> list[list[int]]:
         victim_slots = self.slots(self.present[victim])
         if len(victim_slots) >= num_slots:
             return [[victim]]
-        runs = [
-            run
-            for run in self.runs(num_slots, self.num_slots)
-            if victim_slots[0] in run and victim_slots[-1] in run
-        ]
+        runs = [run for run in self.runs(num_slots) if victim_slots[0] in run and victim_slots[-1] in run]
         remaining = {
             number: self.slots(place) for number, place in self.present.items() if number not in evicted
         }
@@ -133,7 +127,7 @@ class LocalMachine(RuleBasedStateMachine):
         rows = context.__enter__()
         places = []
         for number in requested:
-            if number not in self.present or self.present[number][0] >= self.usable:
+            if number not in self.present:
                 break
             places.append((number, self.present[number]))
             self.order.remove(number)
@@ -158,40 +152,24 @@ class LocalMachine(RuleBasedStateMachine):
         self.present.pop(number, None)
         self.order.remove(number)
 
-    @rule(num_slots=st.integers(0, 4 * FRAME))
-    def resize(self, num_slots):
-        self.usable = num_slots // FRAME * FRAME if num_slots < self.num_slots else self.num_slots
-        beyond = [number for number, place in self.present.items() if place[0] >= self.usable]
-        blocked = [number for number in beyond if self.is_held(number)]
-        num_held = len(
-            {place for _, _, places in self.readers for _, place in places if place[0] >= self.usable}
-        )
-        vacated = self.store.resize(num_slots * SLOT)
-        assert vacated == (len(beyond) - len(blocked), {"leased": num_held} if num_held else {})
-        for number in set(beyond) - set(blocked):
-            del self.present[number]
-            self.order.remove(number)
-        assert self.store.capacity_bytes == self.usable * SLOT
-
     @invariant()
     def store_matches_the_oracle(self):
         if not hasattr(self, "store"):
             return
         for number, key in enumerate(KEYS):
-            is_usable = number in self.present and self.present[number][0] < self.usable
-            assert self.store.contains(key) == (self.store.prefix([key]) == 1) == is_usable
+            assert (self.store.prefix([key]) == 1) == (number in self.present)
         for place in [
             *self.present.values(),
             *(place for _, _, places in self.readers for _, place in places),
         ]:
             assert bytes(self.arena.view(place[0], 0, len(place[1]))) == place[1]
+        assert self.store.capacity_bytes == self.num_slots * SLOT
         assert self.store.num_bytes == len(self.used_slots()) * SLOT
         keys = self.store.keys()
         listed = [int.from_bytes(key, "big") for key in keys]
-        usable = [number for number, place in self.present.items() if place[0] < self.usable]
-        victims = [number for number in self.order.victims() if number in usable]
+        victims = [number for number in self.order.victims() if number in self.present]
         assert listed[: len(victims)] == victims
-        assert set(listed) == set(usable)
+        assert set(listed) == set(self.present)
 
 
 TestLocalModel = LocalMachine.TestCase

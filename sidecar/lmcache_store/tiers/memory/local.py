@@ -1,4 +1,4 @@
-"""The memory tier for threads: the library's local backend, and the storage of an ``lm://`` server.
+"""The memory tier for threads: the storage of the local backend of the library.
 
 One lock guards the index. No thread holds it while bytes are copied. A row that a thread reads is leased. A
 row that a thread writes is not yet in the index. No other thread can reuse either of them.
@@ -6,23 +6,19 @@ row that a thread writes is not yet in the index. No other thread can reuse eith
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 from lmcache_store.common.units import ceil_div
 from lmcache_store.tiers.base import RowKey
 from lmcache_store.tiers.errors import ArenaError
 from lmcache_store.tiers.memory.allocator import SLOTS_PER_FRAME
-from lmcache_store.tiers.memory.contracts import Arena, VacateResult
+from lmcache_store.tiers.memory.contracts import Arena
 from lmcache_store.tiers.memory.rows import MemoryRows
 from lmcache_store.tiers.stats import MemoryStats
 
 _THIS_PROCESS = bytes(16)  # the owner of all rows is this process
-
-T = TypeVar("T")
 
 
 class LocalStore:
@@ -37,7 +33,6 @@ class LocalStore:
         if arena.geometry is None or arena.geometry.num_columns != 1:
             raise ArenaError("a local store needs an arena of one column")
         self._slot_bytes = arena.geometry.slot_bytes
-        self._num_slots = arena.num_rows
         self._lock = threading.Lock()
         self._rows = MemoryRows(arena, slots_per_frame=SLOTS_PER_FRAME)  # protected by _lock
 
@@ -82,11 +77,6 @@ class LocalStore:
             self._rows.publish(row)
         return True
 
-    def get(self, key: RowKey, read: Callable[[int, int], T]) -> T | None:
-        """Return ``read(row, length)``, which runs while the row is leased; None on a miss."""
-        with self.pin_prefix([key]) as leased:
-            return read(*leased[0]) if leased else None
-
     def prefix(self, keys: Sequence[RowKey]) -> int:
         """Return the number of leading keys that are stored."""
         with self._lock:
@@ -111,10 +101,6 @@ class LocalStore:
             with self._lock:
                 self._rows.end_lease(rows, request)
 
-    def contains(self, key: RowKey) -> bool:
-        """Is the key stored?"""
-        return self.prefix([key]) == 1
-
     def remove(self, key: RowKey) -> bool:
         """Remove a key. Its slots are free when its last reader ends. False: the key is not stored."""
         with self._lock:
@@ -122,19 +108,6 @@ class LocalStore:
             if is_stored:
                 self._rows.remove(key)
             return is_stored
-
-    def resize(self, num_bytes: int) -> VacateResult:
-        """Grow or shrink to the whole frames within ``num_bytes``, at most to the arena's size.
-
-        Slots beyond the new size take no payloads. Unused payloads there are evicted; call again for the
-        rest.
-        """
-        num_slots = num_bytes // self._slot_bytes
-        if num_slots < self._num_slots:
-            num_slots -= num_slots % SLOTS_PER_FRAME
-        with self._lock:
-            self._rows.usable_slots = min(num_slots, self._num_slots)
-            return self._rows.vacate(self._rows.usable_slots, math.inf)
 
     def end_eviction(self) -> None:
         """Stop evicting: a full store refuses new payloads. The caller decides what to remove."""
