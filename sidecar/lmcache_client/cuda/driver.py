@@ -18,7 +18,7 @@ from lmcache_client.cuda.errors import SHARE_GPU, CudaError, CudaUnavailableErro
 
 UPDATE_DRIVER = "update the NVIDIA driver, or install a version of cuda-bindings that is as old as the driver"
 
-_NOT_READY, _NO_DEVICE, _NOT_FOUND = 600, 100, 500
+_NO_DEVICE, _NOT_FOUND = 100, 500
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _SLOT_BYTES = 32  # at least 13, for 0000:00:00.0
 _NON_BLOCKING = 1  # flag of a stream: it and the legacy stream don't wait for each other
@@ -202,16 +202,6 @@ class GpuEvent:
     def record(self, stream: GpuStream) -> None:
         """Set the event to the present end of the stream's work. Raises CudaError."""
         self._context.call("cuEventRecord", self.raw, stream.raw)
-
-    def is_done(self) -> bool:
-        """Return True if the work before the event has ended. Raises CudaError."""
-        try:
-            self._context.call("cuEventQuery", self.raw)
-        except CudaError as error:
-            if error.code == _NOT_READY:
-                return False
-            raise
-        return True
 
     def synchronize(self) -> None:
         """Wait until the work before the event has ended. Raises CudaError."""

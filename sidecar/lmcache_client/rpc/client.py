@@ -86,7 +86,8 @@ class SidecarClient:
         self._thread = threading.Thread(target=self._run, name="lmcache-attach", daemon=True)
         self._attachment: Attachment | None = None
         self._session: SidecarSession | None = None
-        self._reason = "not attached yet"
+        self.detached_reason = "not attached yet"
+        """Why there is no session, in one sentence; empty while there is a session."""
         self._pins: PinStatus | None = None
 
     def start(self) -> None:
@@ -98,11 +99,6 @@ class SidecarClient:
     def session(self) -> SidecarSession | None:
         """The present session, or None while detached."""
         return self._session if os.getpid() == self._pid else None
-
-    @property
-    def detached_reason(self) -> str:
-        """Why there is no session, in one sentence; empty while there is a session."""
-        return "" if self.session is not None else self._reason
 
     def release_later(self, request_id: str) -> None:
         """End a lease with the next release or attach. Use this while there is no session."""
@@ -166,18 +162,17 @@ class SidecarClient:
             self._attachment = None
 
     def _attached(self, session: SidecarSession) -> None:
-        self._session, self._reason = session, ""
+        self._session, self.detached_reason = session, ""
         logger.info("Attached to the sidecar at %s, epoch %d", self._socket_path, session.epoch)
         if self._pending_releases:
             with contextlib.suppress(SidecarError):  # they stay pending
                 session.release(list(self._pending_releases))
 
     def _detached(self, reason: str) -> None:
-        if reason != self._reason and not self._closing.is_set():
+        if reason != self.detached_reason and not self._closing.is_set():
             logger.warning("Not attached to the sidecar, continuing without it: %s", reason)
-        self._reason = reason
-        if self._session is not None:
-            self._session = None
+        self.detached_reason = reason
+        self._session = None
 
     def _wake(self) -> None:
         if (attachment := self._attachment) is not None:

@@ -92,14 +92,14 @@ def end_engine(engine) -> None:
 def test_slots_are_held_until_their_copy_ends(engine):
     async def run() -> None:
         slots, call = await begin_copy(engine, 1, 2)
-        assert engine.memory.num_held == 2
+        assert len(engine.memory._held) == 2
         with pytest.raises(CallRefusedError, match=r"nothing was committed: a copy .* is under way"):
             engine.world.commit(engine.client, slots)
         with pytest.raises(CallRefusedError, match=r"nothing was copied: a copy .* is under way"):
             await engine.world.sessions.copy_blocks(request(engine, slots))
         engine.gpu.end()
         assert list((await call).copied) == [True, True]
-        assert engine.memory.num_held == 0
+        assert not engine.memory._held
         engine.world.commit(engine.client, slots)
 
     asyncio.run(run())
@@ -113,10 +113,10 @@ def test_cancelled_copy_holds_its_slots_until_it_ends(engine):
             await call
         assert engine.gpu.dropped == engine.gpu.jobs, "copies that have not started must not start"
         engine.world.abort(engine.client, slots)
-        assert (engine.memory.num_held, engine.memory.num_used) == (1, 1)
+        assert (len(engine.memory._held), engine.memory.num_used) == (1, 1)
         engine.gpu.end()
         await asyncio.sleep(0)
-        assert (engine.memory.num_held, engine.memory.num_used) == (0, 0)
+        assert (len(engine.memory._held), engine.memory.num_used) == (0, 0)
 
     asyncio.run(run())
 
@@ -150,7 +150,7 @@ def test_invalid_copy_is_refused_and_holds_no_slot(engine):
     engine.client.transfer = ChosenCopier(False, "the engine copies: no GPU")
     error = asyncio.run(refusal_of(request(engine, slots)))
     assert (error.message, error.reason) == ("the engine copies: no GPU", service.REASON_ENGINE_COPIES)
-    assert engine.memory.num_held == 0
+    assert not engine.memory._held
 
 
 def test_copy_with_the_row_size_of_another_group_is_refused(engine):
@@ -166,7 +166,7 @@ def test_copy_with_the_row_size_of_another_group_is_refused(engine):
     message = request(engine, engine.world.reserve(client, 1, group=1).slots, client)
     with pytest.raises(CallRefusedError, match=r"nothing was copied: .* is not reserved for 12288 bytes"):
         asyncio.run(asyncio.wait_for(engine.world.sessions.copy_blocks(message), 60))
-    assert engine.world.sessions.store.memory.num_held == 0
+    assert not engine.world.sessions.store.memory._held
 
 
 def test_call_without_slots_is_refused(engine):

@@ -188,5 +188,5 @@ def test_holds_only_slots_and_bytes_that_the_owner_reserved(slots, column, owner
     reserved = [tier.reserve(KEYS[n], 0, OWNER, length=4096 * n).slot for n in (1, 2)] + [Slot(5, 1)]
     with pytest.raises(StaleSlotError):
         tier.hold([reserved[n] for n in slots], column, owner, [4096, num_bytes][: len(slots)])
-    assert tier.num_held == 0
+    assert not tier._held
     tier.hold(reserved[:2], 0, OWNER, [4096, 8192])

@@ -321,7 +321,7 @@ class SizesMachine(RuleBasedStateMachine):
     def used_bytes_match_the_allocator(self):
         allocator = self.tier._rows.allocator
         assert self.tier.used_bytes == allocator.num_used_slots * SLOT_BYTES * NUM_COLUMNS
-        assert self.tier.num_held == sum(len(row.held) for row in self.rows.values())
+        assert len(self.tier._held) == sum(len(row.held) for row in self.rows.values())
         in_use = [row for row in self.rows.values() if row.is_in_use]
         assert sum(num_slots(row.group) for row in in_use) <= allocator.num_used_slots
         assert all(allocator.size(row.slot.row) == num_slots(row.group) for row in in_use)

@@ -172,11 +172,6 @@ class Reservations:
         """Number of slots (row and column) in quarantine."""
         return sum(map(len, self._quarantine.values()))
 
-    @property
-    def num_held(self) -> int:
-        """Number of slots (row and column) under ``hold``, those of ended reservations included."""
-        return len(self._held)
-
     # ---- for promotions ----
 
     def reserve_row(
