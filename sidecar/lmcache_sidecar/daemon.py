@@ -185,7 +185,7 @@ class Daemon:
         return {
             "/metrics": self._metrics_page,
             "/stats": self._stats_page,
-            "/samples": self._page(lambda sidecar, query: sidecar.samples.answer(query)),
+            "/samples": self._page(lambda sidecar, query: sidecar.sessions.samples.answer(query)),
             "/requests": self._page(Sidecar.requests),
             "/healthz": self._healthz_page,
             "/readyz": self._readyz_page,
@@ -228,7 +228,7 @@ class Daemon:
 
     async def _metrics_page(self, _: str) -> Page:
         metrics = await asyncio.to_thread(importlib.import_module, "lmcache_sidecar.pages.metrics")
-        times = self._sidecar.times if self._sidecar else None
+        times = self._sidecar.sessions.causes.times if self._sidecar else None
         text = await metrics.render(self._calls, self._stats(), times)
         return Page(HTTPStatus.OK, text, "text/plain; version=0.0.4; charset=utf-8")
 

@@ -43,21 +43,16 @@ class Resizer:
     ) -> None:
         """``announce`` is called when a round starts, to notify the clients."""
         self._announce = announce
-        self._sessions, self._copier, self._size = sessions, copier, size
+        self._sessions, self._copier, self.size = sessions, copier, size
         self._arena = sessions.arena
         self._last_target = 0  # bytes; target of the last step
         self._num_rounds = 0
         self._wait = ""
 
     @property
-    def target_bytes(self) -> int:
-        """Size that the memory tier should have."""
-        return self._size.num_bytes
-
-    @property
     def problem(self) -> str:
         """Reason why the memory tier does not have its target size; empty if it has, or grows to it."""
-        return self._size.problem or self._wait or self._arena.growth_error or self._size_limit
+        return self.size.problem or self._wait or self._arena.growth_error or self._size_limit
 
     @property
     def _size_limit(self) -> str:
@@ -69,7 +64,7 @@ class Resizer:
 
     def step(self) -> bool:
         """Do what is possible now, in about 1 ms. Returns True if more can be done at once."""
-        arena, wanted = self._arena, self._size.num_bytes
+        arena, wanted = self._arena, self.size.num_bytes
         if wanted != self._last_target:
             self._last_target = wanted
             self._end_round()

@@ -15,7 +15,6 @@ from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.copiers.copier import Mode, SidecarCopier
-from lmcache_sidecar.explain.request_times import RequestHistograms
 from lmcache_sidecar.explain.requests import page_of
 from lmcache_sidecar.files.peers import hand_over, start_peer_server
 from lmcache_sidecar.files.tenants import TenantsFile
@@ -27,7 +26,6 @@ from lmcache_sidecar.pages.tenant_stats import tenants_part
 from lmcache_sidecar.peer_server.rows import TIER_NAME
 from lmcache_sidecar.peer_server.server import PeerServer, PeerServerStats
 from lmcache_sidecar.resizing import Resizer
-from lmcache_sidecar.samples import LookupSampler
 from lmcache_sidecar.server import Server, claim_socket
 from lmcache_sidecar.sessions import Sessions
 from lmcache_store.tiers.errors import ArenaError
@@ -74,13 +72,14 @@ class Sidecar:
         self._memory_stats = MemoryStats()  # not reset when the arena gets another format
         self._history = ChunkHistory()
         self._copier = SidecarCopier(Mode(config.transfer), self._arena)
-        self._sessions = Sessions(
+        self.sessions = Sessions(
             self._arena, config.arena_path, Clients(locks), self._copier, self._make_store
         )
-        self._sessions.on_namespace = self._note_namespace
-        self._server = Server(self._sessions, config.socket, calls)
+        """Sessions of the engines, with samples of their lookups and the causes of computed tokens."""
+        self.sessions.on_namespace = self._note_namespace
+        self._server = Server(self.sessions, config.socket, calls)
         self._copier.on_change = self._server.announce
-        self._resizer = Resizer(self._sessions, self._copier, self._size, self._server.announce)
+        self._resizer = Resizer(self.sessions, self._copier, self._size, self._server.announce)
         self._tasks = Tasks()
         self._peer_server: PeerServer | None = None
 
@@ -99,7 +98,7 @@ class Sidecar:
         Raises ConfigError; the caller must call ``stop`` in that case, too.
         """
         loop = asyncio.get_running_loop()
-        await self._sessions.start()
+        await self.sessions.start()
         await self._server.start()
 
         def grew() -> None:
@@ -108,8 +107,8 @@ class Sidecar:
 
         self._arena.start(lambda: loop.call_soon_threadsafe(grew))
         peers = self._tiers.get(TIER_NAME)
-        self._peer_server = start_peer_server(self._config, loop, lambda: self._sessions.store, peers)
-        self._tasks.spawn(self._sessions.clients.monitor.run())
+        self._peer_server = start_peer_server(self._config, loop, lambda: self.sessions.store, peers)
+        self._tasks.spawn(self.sessions.clients.monitor.run())
         self._tasks.spawn(self._keep_size())
         if self._config.tenants_file:
             self._tasks.spawn(self._keep_budgets())
@@ -128,7 +127,7 @@ class Sidecar:
         await self._server.stop()
         await self._copier.close()
         await self._tasks.cancel()
-        if (store := self._sessions.store) is not None:
+        if (store := self.sessions.store) is not None:
             await self._drain(store)
         if self._peer_server is not None:
             await asyncio.to_thread(self._peer_server.close)
@@ -145,27 +144,17 @@ class Sidecar:
         if self._peer_server is not None and left > 0:
             await hand_over(store, self._tiers.get(TIER_NAME), self._config.peer_name, left)
 
-    @property
-    def samples(self) -> LookupSampler:
-        """Samples of looked-up keys, from which the operator computes the best sizes of tiers."""
-        return self._sessions.samples
-
-    @property
-    def times(self) -> RequestHistograms:
-        """Times of requests, for ``/metrics``."""
-        return self._sessions.causes.times
-
     async def requests(self, query: str) -> bytes:
         """Return the page of recent requests. Raises ValueError for a bad query."""
-        causes = self._sessions.causes
+        causes = self.sessions.causes
         causes.settle()
         return page_of(reversed(causes.requests), query)
 
     def stats(self) -> list[StatsPart]:
         """Statistics of all components of this sidecar."""
-        parts = stats.collect(self._sessions, self._handles, self._memory_stats, self._resizer)
-        memory = self._sessions.store.memory if self._sessions.store is not None else None
-        causes, disk = self._sessions.causes.by_tenant, self._tiers.get("disk")
+        parts = stats.collect(self.sessions, self._handles, self._memory_stats, self._resizer)
+        memory = self.sessions.store.memory if self.sessions.store is not None else None
+        causes, disk = self.sessions.causes.by_tenant, self._tiers.get("disk")
         parts.append(tenants_part(self._tenants, self._memory_stats, causes, memory, disk))
         if (server := self._peer_server) is not None:
             figures = stats.read(stats.declared(PeerServerStats), server.stats)
@@ -181,10 +170,10 @@ class Sidecar:
             try:
                 await asyncio.to_thread(self._size.follow)
                 held = stats.held_bytes(self._arena, self._handles)
-                self._sessions.causes.benefit.hold(held, time.monotonic())
+                self.sessions.causes.benefit.hold(held, time.monotonic())
                 has_more = True
                 while has_more:
-                    async with self._sessions.forming:
+                    async with self.sessions.forming:
                         has_more = self._resizer.step()
                     await asyncio.sleep(0)
             except Exception as error:
@@ -199,14 +188,14 @@ class Sidecar:
             await asyncio.sleep(_FOLLOW_SECONDS)
 
     def _note_namespace(self, namespace: bytes) -> None:
-        for client in self._sessions.clients.by_uuid.values():  # these namespaces must not be forgotten
+        for client in self.sessions.clients.by_uuid.values():  # these namespaces must not be forgotten
             self._tenants.add_namespace(client.peer.hello.namespace)
         if self._tenants.add_namespace(namespace):
             self._apply_budgets()
 
     def _apply_budgets(self) -> None:
         self._tenants.resolve()
-        if (store := self._sessions.store) is not None:
+        if (store := self.sessions.store) is not None:
             store.memory.set_budgets(self._tenants.budgets)
 
     def _make_store(self) -> TieredStore:

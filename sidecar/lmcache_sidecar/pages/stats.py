@@ -239,7 +239,7 @@ TRANSFER: tuple[Figure[Sessions], ...] = (
 )
 TARGET: Figure[Resizer] = Figure(
     "target_bytes", "Bytes that the memory tier should have, including its slot table and index",
-    lambda resizer: resizer.target_bytes)
+    lambda resizer: resizer.size.num_bytes)
 ARENA: tuple[Figure[ArenaFile], ...] = (
     Figure("size_bytes", "Bytes that the tier takes at most now; equals the target after a resize",
         _size_bytes),

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lmcache_sidecar.peer_server.limits import Pace, QuestionBudget, Turn
+from lmcache_sidecar.peer_server.limits import Pace, QuestionBudget
 from lmcache_sidecar.peer_server.requests import BadRequestError
 from lmcache_sidecar.peer_server.rows import PeerRows
 from lmcache_sidecar.peer_server.session import PeerSession
@@ -77,7 +77,7 @@ class PeerServer:
         self.stats = PeerServerStats()
         self._passwords = passwords
         self._tls = tls
-        self._pace = Pace(bytes_per_second)
+        self.pace = Pace(bytes_per_second)
         self._questions = QuestionBudget()
         self._max_connections = max_connections
         self._takes_offers = True
@@ -102,7 +102,7 @@ class PeerServer:
     def close(self) -> None:
         """End all connections, and wait for their threads."""
         self.refuse_offers()
-        self._pace.close()
+        self.pace.close()
         if self._listening is not None:
             with contextlib.suppress(OSError):
                 self._listening.shutdown(socket.SHUT_RDWR)
@@ -139,10 +139,6 @@ class PeerServer:
             return [False] * len(ids)
         self._questions.spend(len(ids))
         return self.rows.find_each(ids)
-
-    def reserve(self, num_bytes: int) -> Turn | None:
-        """Reserve time for a column, as the rate limit demands. Returns None if it would begin too late."""
-        return self._pace.reserve(num_bytes)
 
     def note_read(self) -> None:
         """Count a column that a client begins to read."""

@@ -181,7 +181,7 @@ class PeerSession:
         """
         key, turn_column, first = self._turn_of
         if self._turn is None or (key, turn_column) != (self._key, column) or number < first:
-            self._turn = self._server.reserve(len(payload))
+            self._turn = self._server.pace.reserve(len(payload))
             self._turn_of = (self._key, column, number)
         return self._turn is not None
 
