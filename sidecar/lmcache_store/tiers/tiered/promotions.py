@@ -9,7 +9,7 @@ A lookup never waits for a promotion. At any time there is at most one promotion
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ _ASK_AGAIN_SECONDS = 0.05
 """Seconds until lower tiers are asked again for a row that was handed over. They double with each question,
 up to ``_ABSENT_SECONDS``. More questions would take the time that peers have for other requests."""
 
-_MAX_ORIGINS = _MAX_QUESTIONS = 1 << 14
+_MAX_ORIGINS = _MAX_ABSENT = _MAX_QUESTIONS = 1 << 14
 
 
 class _Question(NamedTuple):
@@ -73,7 +73,7 @@ class Promotions:
         self._num_taken = 0  # rows that other pods offered
         self._probing: set[RowKey] = set()  # names of running probes
         # Until when a key counts as absent: for one request, or ("") for all.
-        self._absent: OrderedDict[tuple[RowKey, str], float] = OrderedDict()
+        self._absent: Recent[tuple[RowKey, str], float] = Recent(_MAX_ABSENT)
         # Last question of a request for a row that was handed over and is absent.
         self._questions: Recent[tuple[RowKey, str], _Question] = Recent(_MAX_QUESTIONS)
 
@@ -318,8 +318,4 @@ class Promotions:
         self._questions[key, request] = _Question(delay, self._clock() + delay)
 
     def _note_absent(self, key: RowKey, request: str = "") -> None:
-        now = self._clock()
-        self._absent[key, request] = now + _ABSENT_SECONDS
-        self._absent.move_to_end((key, request))
-        while next(iter(self._absent.values())) <= now:
-            self._absent.popitem(last=False)
+        self._absent[key, request] = self._clock() + _ABSENT_SECONDS
