@@ -22,13 +22,15 @@ logger = logging.getLogger(__name__)
 
 ENCODING, SCHEMA_VERSION = "msgpack", 1
 """Format of vLLM's events, as the router names it. The router ignores sources without these two fields."""
-_RENDER_PATHS = frozenset({"/v1/completions/render", "/v1/chat/completions/render"})
+RENDER_PATHS = frozenset({"/v1/completions/render", "/v1/chat/completions/render"})
+"""Paths to which vLLM's router sends requests of its own. They compute no KV, so their salt has no effect."""
+
 _PUBLISHER_FIELDS = ("enable_kv_cache_events", "publisher", "endpoint", "replay_endpoint", "topic", "hwm")
 
-_Message = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[_Message]]
-_Send = Callable[[_Message], Awaitable[None]]
-_App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class RouterDiscovery:
@@ -37,11 +39,11 @@ class RouterDiscovery:
     It answers two paths, and passes all other requests to vLLM. vLLM then answers two paths more.
     """
 
-    def __init__(self, app: _App) -> None:
+    def __init__(self, app: App) -> None:
         self._app = app
         self._has_opened = False
 
-    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer a request, or pass it on."""
         if not self._has_opened and "app" in scope:
             self._has_opened = True
@@ -61,7 +63,7 @@ def _open_render(app: Any) -> None:
     try:
         from vllm.entrypoints.scale_out.render.api_router import router
 
-        handlers = {route.path: route for route in router.routes if route.path in _RENDER_PATHS}
+        handlers = {route.path: route for route in router.routes if route.path in RENDER_PATHS}
         for number, route in enumerate(app.router.routes):
             handler = handlers.get(getattr(route, "path", ""))
             if handler is not None and route.endpoint is not handler.endpoint:
@@ -101,7 +103,7 @@ def _source(publisher: Any) -> dict[str, Any]:
     return fields | {"encoding": ENCODING, "schema_version": SCHEMA_VERSION}
 
 
-def _encoded(answer: Callable[[Any], Any], scope: _Message) -> bytes | None:
+def _encoded(answer: Callable[[Any], Any], scope: Message) -> bytes | None:
     """Return the answer as JSON. None if it fails: the cache works, only the router gets no events."""
     try:
         return json.dumps(answer(scope["app"].state)).encode()

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+
+from lmcache_client.vllm.router_discovery import RENDER_PATHS, App, Message, Receive, Send
 
 HEADER = b"x-lmcache-tenant"
 MAX_BODY_BYTES = 32 << 20
@@ -26,19 +26,11 @@ MAX_ERROR_BYTES = 1 << 20
 """Longest error that is passed to the client. Another text replaces a longer one."""
 
 MAX_SALT_BYTES = 256
-_RENDERS = frozenset({"/v1/completions/render", "/v1/chat/completions/render"})
-"""Paths to which vLLM's router sends requests of its own. They compute no KV, so their salt has no effect."""
-
-PATHS = _RENDERS | {"/v1/completions", "/v1/chat/completions", "/v1/responses"}
+PATHS = RENDER_PATHS | {"/v1/completions", "/v1/chat/completions", "/v1/responses"}
 """Paths whose requests have a ``cache_salt`` in all supported versions. At other paths vLLM may ignore it."""
 
 _MIN_PIECE = 3  # bytes of a shortened salt
 _POLICY_VIOLATION = 1008  # code of a closed WebSocket
-
-_Message = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[_Message]]
-_Send = Callable[[_Message], Awaitable[None]]
-_App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
 
 class _RefusedError(Exception):
@@ -48,10 +40,10 @@ class _RefusedError(Exception):
 class TenantHeader:
     """ASGI middleware for ``vllm serve --middleware lmcache_client.vllm.tenant_header.TenantHeader``."""
 
-    def __init__(self, app: _App) -> None:
+    def __init__(self, app: App) -> None:
         self._app = app
 
-    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass a request on with the salt of its header, or refuse it."""
         salts = [value for name, value in scope.get("headers", ()) if name.lower() == HEADER]
         if not salts or scope["type"] not in ("http", "websocket"):
@@ -81,10 +73,10 @@ class RoutedTenantHeader(TenantHeader):
     would choose its tenant by the salt in the body.
     """
 
-    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass a request on with the salt of its header, or refuse it."""
         has_header = any(name.lower() == HEADER for name, _ in scope.get("headers", ()))
-        if scope["type"] != "http" or has_header or _path(scope) in _RENDERS:
+        if scope["type"] != "http" or has_header or _path(scope) in RENDER_PATHS:
             await super().__call__(scope, receive, send)
             return
         first = await receive()
@@ -99,13 +91,13 @@ class RoutedTenantHeader(TenantHeader):
 class _Errors:
     """The answer to one request. Successful answers pass as they are; the salt is removed from errors."""
 
-    def __init__(self, send: _Send, salt: str) -> None:
+    def __init__(self, send: Send, salt: str) -> None:
         self._send = send
         self._salt = salt
-        self._start: _Message | None = None  # of an error, until its body is complete
+        self._start: Message | None = None  # of an error, until its body is complete
         self._body = bytearray()
 
-    async def send(self, message: _Message) -> None:
+    async def send(self, message: Message) -> None:
         """Send a message, or wait for the rest of an error."""
         if message["type"] == "http.response.start" and message["status"] >= 400:
             self._start = message
@@ -117,7 +109,7 @@ class _Errors:
                 start, self._start = self._start, None
                 await self._send_error(start)
 
-    async def _send_error(self, start: _Message) -> None:
+    async def _send_error(self, start: Message) -> None:
         headers = [header for header in start.get("headers", ()) if header[0].lower() != b"content-length"]
         is_encoded = any(name.lower() == b"content-encoding" for name, _ in headers)
         if is_encoded or len(self._body) > MAX_ERROR_BYTES:
@@ -173,7 +165,7 @@ def _read_salt(values: list[bytes]) -> str:
     return salt
 
 
-async def _read_body(scope: _Message, receive: _Receive) -> bytes | None:
+async def _read_body(scope: Message, receive: Receive) -> bytes | None:
     """Return the whole body of a request; None if the client left."""
     parts: list[bytes] = []
     num_bytes, has_more = 0, True
@@ -189,13 +181,13 @@ async def _read_body(scope: _Message, receive: _Receive) -> bytes | None:
     return b"".join(parts)
 
 
-def _path(scope: _Message) -> str:
+def _path(scope: Message) -> str:
     """Return the path below the server's root."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
-def _with_salt(scope: _Message, body: bytes, salt: str) -> bytes:
+def _with_salt(scope: Message, body: bytes, salt: str) -> bytes:
     """Return the body with this ``cache_salt``."""
     path = _path(scope)
     if path not in PATHS:
@@ -216,24 +208,24 @@ def _with_salt(scope: _Message, body: bytes, salt: str) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
 
 
-def _with_length(scope: _Message, num_bytes: int) -> _Message:
+def _with_length(scope: Message, num_bytes: int) -> Message:
     """Return the scope for a body of this length, without the header, so that no log shows the salt."""
     replaced = (HEADER, b"content-length", b"transfer-encoding")
     headers = [(name, value) for name, value in scope["headers"] if name.lower() not in replaced]
     return {**scope, "headers": [*headers, (b"content-length", str(num_bytes).encode())]}
 
 
-def _again(body: bytes, receive: _Receive) -> _Receive:
+def _again(body: bytes, receive: Receive) -> Receive:
     """Return a function that returns the body once, and then what ``receive`` returns."""
-    messages: list[_Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def receive_again() -> _Message:
+    async def receive_again() -> Message:
         return messages.pop() if messages else await receive()
 
     return receive_again
 
 
-async def _refuse(scope: _Message, receive: _Receive, send: _Send, reason: str) -> None:
+async def _refuse(scope: Message, receive: Receive, send: Send, reason: str) -> None:
     """Answer with status 400 and the reason; a WebSocket is closed before it opens."""
     kind = "http.response"
     if scope["type"] == "websocket":
