@@ -4,8 +4,7 @@ import pytest
 
 from lmcache_store.common.text import Style, gigabytes, rate, width
 from lmcache_store.explain import live
-from lmcache_store.explain.rates import GROUPS
-from lmcache_store.explain.traffic import document
+from lmcache_store.explain.traffic import GROUPS, document
 
 PLAIN = Style(False)
 

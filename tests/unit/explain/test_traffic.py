@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_store.explain.rates import rates
-from lmcache_store.explain.traffic import SidecarAnswer, document, pod_figures
+from lmcache_store.explain.traffic import SidecarAnswer, document, pod_figures, rates
 
 
 def report(uptime: float, **parts: Any) -> dict[str, Any]:
