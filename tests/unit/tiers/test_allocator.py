@@ -122,22 +122,6 @@ TestAllocator = AllocatorMachine.TestCase
 TestAllocator.settings = settings(max_examples=examples(50), stateful_step_count=40)
 
 
-def test_single_slot_rows_are_allocated_lowest_first():
-    allocator = FrameAllocator(5000)
-    assert [allocator.allocate(1, 5000) for _ in range(5000)] == list(range(5000))
-    assert allocator.allocate(1, 5000) is None
-    for row in (4999, 17, 1024, 1023):
-        allocator.free(row)
-    assert [allocator.allocate(1, 5000) for _ in range(4)] == [17, 1023, 1024, 4999]
-
-
-def test_longer_rows_than_a_frame_are_refused_without_memory():
-    """The number comes from a table that a faulty engine may have overwritten."""
-    allocator = FrameAllocator(8, 4)
-    assert not any(allocator.allocate_at(0, num_slots) for num_slots in (5, 1 << 40, 1 << 63))
-    assert allocator.allocate_at(0, 4)
-
-
 def test_short_rows_share_frames_before_using_empty_frames():
     allocator = FrameAllocator(64, 16)
     short = [allocator.allocate(1, 4) for _ in range(16)]

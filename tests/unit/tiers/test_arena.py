@@ -11,7 +11,7 @@ from lmcache_store.tiers.memory.layout import HEAD_BYTES, ArenaLayout
 from lmcache_store.tiers.memory.mapping import MappedColumn
 from lmcache_store.tiers.memory.slots import ENTRY_BYTES, SlotState
 from lmcache_store.tiers.pages import PAGE_BYTES
-from tests.harness.tiers.arenas import mapped_column, tier_over
+from tests.harness.tiers.arenas import Growing, mapped_column, tier_over
 
 MIB = 1 << 20
 GEOMETRY = Geometry(64 << 10, 2)
@@ -19,36 +19,23 @@ OWNER = b"o" * 16
 
 
 @pytest.fixture
-def opened(path):
-    """Open arenas and close them at teardown."""
-    arenas = []
+def grown(path):
+    """Open arenas that are populated in the background, and close them at teardown."""
+    opened = []
 
-    def open_arena(capacity: int = 8 * MIB) -> ArenaFile:
-        arenas.append(ArenaFile(path, capacity))
-        return arenas[-1]
+    def open_arena(capacity: int = 8 * MIB) -> Growing:
+        opened.append(Growing(path, capacity))
+        return opened[-1]
 
     yield open_arena
-    for arena in arenas:
-        if not arena._closing:
-            arena.close()
+    for growing in opened:
+        if not growing.arena._closing:
+            growing.arena.close()
 
 
-def fill(arena: ArenaFile) -> list[int]:
-    """Populate the whole arena and return the numbers of ready rows on the way."""
-    ready_counts = []
-    grown = threading.Condition()
-
-    def on_growth() -> None:
-        with grown:
-            ready_counts.append(arena.ready_rows)
-            grown.notify()
-
-    arena.start(on_growth)
-    with grown:
-        assert grown.wait_for(
-            lambda: (ready_counts and ready_counts[-1] == arena.num_rows > 0) or arena.growth_error, 60
-        )
-    return ready_counts
+@pytest.fixture
+def opened(grown):
+    return lambda *capacity: grown(*capacity).arena
 
 
 def first_slot(arena: ArenaFile, key: bytes) -> Slot:
@@ -82,77 +69,53 @@ class TestLayout:
 
 
 class TestFile:
-    def test_rows_become_ready_in_extents(self, opened):
-        arena = opened()
+    def test_rows_become_ready_in_extents(self, grown):
+        growing, ready_counts = grown(), []
+        arena = growing.arena
         arena.format(GEOMETRY)
-        ready_counts = fill(arena)
-        assert ready_counts == sorted(ready_counts)
-        assert len(set(ready_counts)) > 4
-        assert os.stat(arena.path).st_blocks * 512 >= arena.column_offset(1) + arena.num_rows * 65536
-
-    def test_format_during_population_makes_all_rows_ready(self, opened):
-        arena = opened(32 * MIB)
-        ready = threading.Event()
-
-        def on_growth() -> None:
-            if arena.num_rows and arena.ready_rows == arena.num_rows:
-                ready.set()
-
-        arena.start(on_growth)
-        arena.format(GEOMETRY)
-        arena.format(Geometry(128 << 10, 1))
-        assert ready.wait(60)
-
-    def test_rows_populated_before_format_ends_are_ready(self, opened, monkeypatch):
-        arena = opened(PAGE_BYTES * 64)
-        grown, ready_counts = threading.Event(), []
 
         def on_growth() -> None:
             ready_counts.append(arena.ready_rows)
-            grown.set()
+            growing.note_change()
 
-        real = arena._write_head
+        arena.start(on_growth)
+        growing.grow_to(arena.num_rows)
+        assert ready_counts == sorted(ready_counts)
+        assert len(set(ready_counts)) > 4
+        assert growing.taken_bytes() >= arena.column_offset(1) + arena.num_rows * 65536
+
+    def test_format_during_population_makes_all_rows_ready(self, grown):
+        growing = grown(32 * MIB)
+        growing.arena.start(growing.note_change)
+        growing.arena.format(GEOMETRY)
+        growing.arena.format(Geometry(128 << 10, 1))
+        growing.grow_to(growing.arena.num_rows)
+
+    def test_rows_populated_before_format_ends_are_ready(self, grown, monkeypatch):
+        growing = grown(PAGE_BYTES * 64)
+        arena, real = growing.arena, growing.arena._write_head
 
         def write_late(geometry: Geometry | None, first_generation: int) -> None:
             if geometry is not None:
-                arena.start(on_growth)
-                assert grown.wait(60)
+                arena.start(growing.note_change)
+                growing.wait_for(lambda: arena.ready_rows == arena.num_rows == 1)
             real(geometry, first_generation)
 
         monkeypatch.setattr(arena, "_write_head", write_late)
         arena.format(Geometry(PAGE_BYTES * 32, 1))
-        assert ready_counts[0] == arena.num_rows == 1
+        assert arena.ready_rows == 1
 
     @pytest.mark.parametrize("slot_bytes", [None, PAGE_BYTES, 64 << 10, 1 << 20])
-    def test_file_uses_no_more_than_its_capacity(self, opened, path, slot_bytes):
+    def test_file_uses_no_more_than_its_capacity(self, grown, path, slot_bytes):
         """A volume of the arena's capacity is large enough."""
-        arena, full = opened(8 * MIB), threading.Event()
-
-        def on_growth() -> None:
-            if arena._num_ready == arena._layout.num_rows:
-                full.set()
-
+        growing = grown()
         if slot_bytes is not None:
-            arena.format(Geometry(slot_bytes, 2))
-        arena.start(on_growth)
-        assert full.wait(60)
+            growing.arena.format(Geometry(slot_bytes, 2))
+        growing.arena.start(growing.note_change)
+        growing.wait_for(lambda: growing.arena._num_ready == growing.arena._layout.num_rows)
         assert path.stat().st_size == 8 * MIB
         extent_list_bytes = 16 << 10  # file systems other than tmpfs store a list of extents
-        assert 6 * MIB <= path.stat().st_blocks * 512 <= 8 * MIB + extent_list_bytes
-
-    def test_slots_are_separate_and_visible_to_clients(self, opened):
-        arena = opened()
-        arena.format(GEOMETRY)
-        for row in range(arena.num_rows):
-            for column in range(2):
-                arena.view(row, column)[:] = bytes([row + 1, column]) * (32 << 10)
-        for column in range(2):
-            mapped = mapped_column(arena, column)
-            mapped.populate(0, arena.num_rows)
-            for row in range(arena.num_rows):
-                assert mapped.slots[row].tobytes() == bytes([row + 1, column]) * (32 << 10)
-        with pytest.raises(IndexError):
-            arena.view(arena.num_rows, 0)
+        assert 6 * MIB <= growing.taken_bytes() <= 8 * MIB + extent_list_bytes
 
     def test_client_sees_whether_its_slot_is_valid(self, opened):
         arena = opened()
@@ -168,6 +131,12 @@ class TestFile:
         assert not mapped.holds(Slot(slots[1].row, slots[1].generation + 1))
         tier.reserve(b"l" * 64, 1, OWNER, length=1)
         assert not mapped.holds(slots[1])
+
+    def test_refuses_rows_beyond_the_last_one(self, opened):
+        arena = opened()
+        arena.format(GEOMETRY)
+        with pytest.raises(IndexError):
+            arena.view(arena.num_rows, 0)
 
     def test_client_refuses_file_smaller_than_announced(self, opened, path):
         opened(8 * MIB)
@@ -250,8 +219,9 @@ class TestFile:
             path.unlink()
         assert slots[0] != slots[1]
 
-    def test_full_volume_during_growth_keeps_ready_rows(self, opened, monkeypatch):
-        arena = opened()
+    def test_full_volume_during_growth_keeps_ready_rows(self, grown, monkeypatch):
+        growing = grown()
+        arena = growing.arena
         arena.format(GEOMETRY)
         real, half = os.posix_fallocate, 4 * MIB
 
@@ -262,7 +232,8 @@ class TestFile:
 
         monkeypatch.setattr(os, "posix_fallocate", fail_beyond_half)
         arena.format(Geometry(64 << 10, 1))
-        fill(arena)
+        arena.start(growing.note_change)
+        growing.wait_for(lambda: arena.growth_error is not None)
         assert 0 < arena.ready_rows < arena.num_rows
         assert "No space left" in arena.growth_error
 

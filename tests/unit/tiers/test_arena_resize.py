@@ -1,18 +1,14 @@
 """Resizing of an arena that clients have mapped."""
 
-import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import pytest
 
-from lmcache_store.tiers.errors import ArenaError
 from lmcache_store.tiers.memory.arena import ArenaFile
 from lmcache_store.tiers.memory.contracts import Geometry
 from lmcache_store.tiers.memory.tier import MemoryTier
-from tests.harness.tiers.arenas import mapped_column, tier_over
+from tests.harness.tiers.arenas import Growing, mapped_column, shm_path, tier_over
 from tests.harness.tiers.chains import one_chain
+
+__all__ = ["shm_path"]
 
 MIB = 1 << 20
 GEOMETRY = Geometry(64 << 10, 2)
@@ -20,42 +16,9 @@ CAPACITY = 16 * MIB
 OWNER = b"o" * 16
 
 
-class Growing:
-    """An arena that is populated in the background, and a way to wait for it."""
-
-    def __init__(self, path, **options: int) -> None:
-        self.arena = ArenaFile(path, CAPACITY, **options)
-        self._changed = threading.Condition()
-
-    def note_change(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        with self._changed:
-            assert self._changed.wait_for(condition, 60)
-
-    def taken_bytes(self) -> int:
-        return self.arena.path.stat().st_blocks * 512
-
-    def start_at(self, num_bytes: int) -> None:
-        self.arena.start(self.note_change)
-        self.wait_for(lambda: self.arena.size_bytes == num_bytes)
-
-    def grow_to(self, num_rows: int) -> None:
-        self.wait_for(lambda: self.arena.ready_rows == num_rows)
-
-
-@pytest.fixture
-def shm_path() -> Iterator[Path]:
-    """Return a folder in shared memory, where a file uses its data pages only."""
-    with tempfile.TemporaryDirectory(prefix="arena-", dir="/dev/shm") as folder:
-        yield Path(folder)
-
-
 @pytest.fixture
 def growing(shm_path):
-    growing = Growing(shm_path / "arena")
+    growing = Growing(shm_path / "arena", CAPACITY)
     growing.arena.format(GEOMETRY)
     growing.arena.start(growing.note_change)
     growing.grow_to(growing.arena.num_rows)
@@ -149,7 +112,7 @@ def test_size_is_limited_to_an_extent_and_the_capacity(growing):
 
 
 def test_resizes_during_population(shm_path):
-    growing = Growing(shm_path / "arena", huge_pages=True)
+    growing = Growing(shm_path / "arena", CAPACITY, huge_pages=True)
     arena = growing.arena
     arena.format(GEOMETRY)
     small = arena.rows_within(CAPACITY // 4)
@@ -170,19 +133,12 @@ def test_resizes_during_population(shm_path):
     arena.close()
 
 
-def test_refuses_unknown_numa_node(shm_path, monkeypatch):
-    monkeypatch.setattr("lmcache_store.common.numa.nodes", lambda: [0, 1])
-    with pytest.raises(ArenaError, match="no NUMA node 7; the nodes are 0, 1"):
-        ArenaFile(shm_path / "arena", CAPACITY, numa_node=7)
-    assert not (shm_path / "arena").exists()
-
-
 class TestSmallerThanItsFile:
     """The file has the length of the full capacity, but uses memory for its target only."""
 
     @pytest.fixture
     def growing(self, shm_path):
-        growing = Growing(shm_path / "arena", target_bytes=CAPACITY // 4)
+        growing = Growing(shm_path / "arena", CAPACITY, target_bytes=CAPACITY // 4)
         yield growing
         growing.arena.close()
 

@@ -172,13 +172,13 @@ def test_jitter_only_shortens_the_wait(jitter, failures):
 
 
 class StaleConnection:
-    """A connection that answers once, and raises ``error`` when it is used again."""
+    """A connection whose uses end with these errors, one after the other. None: it answers."""
 
     is_reusable = True
     asking = False
 
-    def __init__(self, error: Exception) -> None:
-        self._errors = [None, error]
+    def __init__(self, *errors: Exception | None) -> None:
+        self._errors = list(errors)
 
     def use(self) -> str:
         if error := self._errors.pop(0):
@@ -199,7 +199,7 @@ class StaleConnection:
     ],
 )
 def test_only_stale_connections_are_retried(error, is_retried):
-    server = RedisServer("s", lambda: cast(Any, StaleConnection(error)), lambda _: None)
+    server = RedisServer("s", lambda: cast(Any, StaleConnection(None, error)), lambda _: None)
     assert server.run(StaleConnection.use) == "answer"
     if is_retried:
         assert server.run(StaleConnection.use) == "answer"
@@ -211,16 +211,9 @@ def test_only_stale_connections_are_retried(error, is_retried):
 
 
 def test_new_connection_is_not_retried():
-    connections = []
-
-    def connect() -> StaleConnection:
-        connections.append(StaleConnection(ConnectionResetError()))
-        connections[-1]._errors = [ConnectionResetError()]
-        return connections[-1]
-
-    server = RedisServer("s", connect, lambda _: None)
+    connections = iter([StaleConnection(ConnectionResetError())])
+    server = RedisServer("s", lambda: cast(Any, next(connections)), lambda _: None)
     server.circuit.end()  # probes connect, too
     with pytest.raises(TierUnavailableError):
         server.run(StaleConnection.use)
     server.close()
-    assert len(connections) == 1

@@ -1,6 +1,5 @@
 """A disk tier whose files are encrypted: damage, rotation, restarts, and files of the other format."""
 
-import os
 from functools import partial
 
 import pytest
@@ -24,90 +23,41 @@ from tests.harness.tiers.encryption import key_of as encryption_key_of
 
 SIZES = (0, 1, PAGE, PAGE + 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES + PAGE)
 MARKER_BYTES = HEADER_BYTES + OVERHEAD_BYTES
-REFUSALS = (InvalidObjectError, KeyAbsentError)
+encrypted = partial(file_of, is_encrypted=True)
 
 
-class File:
-    """An encrypted file in memory, which tests damage."""
+def test_every_flipped_bit_is_refused(tmp_path):
+    directory, object_id = Directory(str(tmp_path), cipher("disk", 1)), ObjectId(key_of(1), 0)
+    file, into = encrypted(tmp_path, 1), memoryview(bytearray(PAGE))
+    directory.publish(
+        directory.write(object_id, memoryview(content(1, 100)), b"label"), directory.stored_id(object_id)
+    )
 
-    def __init__(self, number: int = 1, size: int = 100, column: int = 0, by: AesGcm | None = None) -> None:
-        self.fd = os.memfd_create("object")
-        self.object_id, self.size = ObjectId(key_of(number), column), size
-        payload = memoryview(content(number, size))
-        EncryptedFiles(by or cipher("disk", 1)).write(self.fd, self.object_id, payload, b"label", b"")
-        self.content = os.pread(self.fd, 1 << 30, 0)
-
-    def is_accepted(self, damaged: bytes, object_id: ObjectId | None = None) -> bool:
-        os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, damaged, 0)
-        into = memoryview(bytearray(self.size + PAGE))
+    def is_accepted(damaged: bytes) -> bool:
+        file.write_bytes(damaged)
         try:
-            EncryptedFiles(cipher("disk", 1)).read(self.fd, object_id or self.object_id, into, self.size)
-        except REFUSALS:
+            directory.read(object_id, into)
+        except (InvalidObjectError, KeyAbsentError):
             return False
         return True
 
-
-@pytest.fixture
-def files():
-    opened: list[File] = []
-
-    def make(*arguments, **options) -> File:
-        opened.append(File(*arguments, **options))
-        return opened[-1]
-
-    yield make
-    for file in opened:
-        os.close(file.fd)
+    written, end = file.read_bytes(), PAGE + 100 + OVERHEAD_BYTES
+    assert is_accepted(written)
+    bits = [*range(8 * MARKER_BYTES), *range(8 * PAGE, 8 * end)]
+    accepted = [number for number, damaged in enumerate(flipped(written, bits)) if is_accepted(damaged)]
+    assert not accepted
+    padding = written[MARKER_BYTES:PAGE] + written[end:]
+    assert padding == bytes(len(padding)), "the rest of the file is empty"
+    directory.close()
 
 
-class TestFormat:
-    def test_every_flipped_bit_is_refused(self, files):
-        file = files()
-        end = PAGE + file.size + OVERHEAD_BYTES
-        assert file.is_accepted(file.content)
-        bits = [*range(8 * MARKER_BYTES), *range(8 * PAGE, 8 * end)]
-        accepted = [n for n, damaged in enumerate(flipped(file.content, bits)) if file.is_accepted(damaged)]
-        assert not accepted
-        padding = file.content[MARKER_BYTES:PAGE] + file.content[end:]
-        assert padding == bytes(len(padding)), "the rest of the file is empty"
-
-    def test_truncated_and_extended_files_are_refused(self, files):
-        file = files(size=2 * PAGE)
-        for length in (0, 1, MARKER_BYTES, PAGE, 2 * PAGE, len(file.content) - PAGE, len(file.content) - 1):
-            assert not file.is_accepted(file.content[:length])
-        assert not file.is_accepted(file.content + bytes(1))
-        assert not file.is_accepted(file.content + bytes(PAGE))
-
-    def test_pieces_in_another_order_are_refused(self, files):
-        file = files(size=2 * PIECE_BYTES)
-        head, first = file.content[:PAGE], file.content[PAGE : PAGE + (len(file.content) - PAGE) // 2]
-        second = file.content[PAGE + len(first) :]
-        assert file.is_accepted(head + first + second)
-        for damaged in (head + second + first, head + first + first, head + second + second):
-            assert not file.is_accepted(damaged)
-
-    def test_pieces_and_headers_of_other_objects_are_refused(self, files):
-        file = files(1)
-        namespace = ObjectId(b"\1" * 32 + key_of(1)[32:], 0)
-        other_files = [files(2), files(1, column=1), files(1, size=101), files(1, by=cipher("remote", 1))]
-        for other in other_files:
-            assert not file.is_accepted(other.content)
-            assert not file.is_accepted(file.content[:PAGE] + other.content[PAGE:])
-            assert not file.is_accepted(other.content[:PAGE] + file.content[PAGE:])
-        for object_id in (namespace, ObjectId(key_of(2), 0), ObjectId(key_of(1), 1)):
-            assert not file.is_accepted(file.content, object_id)
-
-    def test_plain_file_is_refused(self, files):
-        file = files()
+def test_format_of_plain_files_refuses_an_encrypted_file(tmp_path):
+    with (tmp_path / "file").open("w+b") as file:
+        EncryptedFiles(cipher("disk", 1)).write(
+            file.fileno(), ObjectId(key_of(1), 0), memoryview(b"x" * 100), b"label", b""
+        )
         with pytest.raises(InvalidObjectError):
-            PlainFiles().read(file.fd, file.object_id, memoryview(bytearray(PAGE)), None)
-        os.ftruncate(file.fd, 0)
-        PlainFiles().write(file.fd, file.object_id, memoryview(content(1, file.size)), b"", b"")
-        assert not file.is_accepted(os.pread(file.fd, 1 << 20, 0))
-
-
-encrypted = partial(file_of, is_encrypted=True)
+            PlainFiles().read(file.fileno(), ObjectId(key_of(1), 0), memoryview(bytearray(PAGE)), None)
 
 
 class TestTier:

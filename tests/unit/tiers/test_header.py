@@ -1,4 +1,3 @@
-import contextlib
 import os
 
 import hypothesis.strategies as st

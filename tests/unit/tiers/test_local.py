@@ -50,15 +50,6 @@ def payloads():
     return Payloads()
 
 
-@pytest.mark.parametrize("length", [0, 1, SLOT, SLOT + 1, 5 * SLOT, FULL])
-def test_get_returns_the_put_payload(payloads, length):
-    assert payloads.get(7) is None
-    assert payloads.put(7, length)
-    assert payloads.get(7) == bytes([7]) * length
-    assert payloads.store.num_bytes == max(1, -(-length // SLOT)) * SLOT
-    assert (payloads.store.stats.hits, payloads.store.stats.misses) == (1, 1)
-
-
 def test_finds_victim_among_many_pinned_chunks():
     payloads = Payloads(16 * FULL)
     for number in range(256):

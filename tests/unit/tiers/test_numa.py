@@ -1,8 +1,6 @@
 """Memory of an arena on chosen NUMA nodes, which are simulated: each has half of this host's cores."""
 
 import os
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +10,10 @@ from lmcache_store.tiers.errors import ArenaError
 from lmcache_store.tiers.memory import kernel_pages as pages
 from lmcache_store.tiers.memory.arena import ArenaFile
 from lmcache_store.tiers.memory.contracts import Geometry
-from tests.unit.tiers.test_arena_resize import CAPACITY, GEOMETRY, MIB, Growing
+from tests.harness.tiers.arenas import Growing, shm_path
+from tests.unit.tiers.test_arena_resize import CAPACITY, GEOMETRY, MIB
+
+__all__ = ["shm_path"]
 
 CORES = sorted(os.sched_getaffinity(0))
 FAR = 1023
@@ -50,15 +51,9 @@ def taken(monkeypatch):
 
 @pytest.fixture
 def growing(shm_path, nodes):
-    growing = Growing(shm_path / "arena")
+    growing = Growing(shm_path / "arena", CAPACITY)
     yield growing
     growing.arena.close()
-
-
-@pytest.fixture
-def shm_path(tmp_path_factory):
-    with tempfile.TemporaryDirectory(prefix="arena-", dir="/dev/shm") as folder:
-        yield Path(folder)
 
 
 def fill(growing):
@@ -130,7 +125,7 @@ def test_memory_that_lies_right_is_not_taken_again(nodes, shm_path, taken, is_ch
     """Memory lies right if the user chose the node, or if this process runs on the node only."""
     os.sched_setaffinity(0, CORES if is_chosen else nodes[1])
     try:
-        growing = Growing(shm_path / "arena", **({"numa_node": 1} if is_chosen else {}))
+        growing = Growing(shm_path / "arena", CAPACITY, **({"numa_node": 1} if is_chosen else {}))
         fill(growing)
         assert all(cores == set(nodes[1]) for cores in taken.values())
         taken.clear()

@@ -17,18 +17,6 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_slots_are_contiguous_and_do_not_overlap():
-    arena = PrivateArena(Geometry(8192, 2), 20)
-    for row in range(20):
-        for column in range(2):
-            arena.view(row, column)[:] = bytes([row, column]) * 4096
-    assert bytes(arena.buffer) == b"".join(
-        bytes([row, column]) * 4096 for column in range(2) for row in range(20)
-    )
-    assert bytes(arena.view(3, 1, 8192 + 2)) == bytes([3, 1]) * 4096 + bytes([4, 1])
-    assert arena.table.num_columns == 2
-
-
 def test_slots_are_aligned_for_direct_io_and_writable():
     arena = PrivateArena(Geometry(4096, 1), 16)
     array = np.frombuffer(arena.buffer, np.uint8)

@@ -53,16 +53,6 @@ def test_tenant_at_its_quota_evicts_its_own_rows_first(bench: Bench) -> None:
     assert bench.tier.stats.removed == {Removal.QUOTA: 3}
 
 
-def test_promoted_rows_count_for_the_tenant(bench: Bench) -> None:
-    bench.store("b.0")
-    for number in range(4):
-        slot = bench.tier.reserve_row(key(f"a.{number}"), 4096, None, b"a")
-        assert slot is not None
-        bench.tier.commit_row(slot, [b"x" * 8])
-    assert bench.present() == ["a.1", "a.2", "a.3", "b.0"]
-    assert bench.tier.stats.tenants.num_bytes(b"a") == 3 * 4096
-
-
 def test_tenant_shrinks_to_a_smaller_quota_in_steps() -> None:
     tier = MemoryTier(PrivateArena(Geometry(4096, 1), 400), budgets=Budgets(Budget(memory_percent=50)))
     for _ in tier.adopt():

@@ -145,21 +145,6 @@ async def test_unhealthy_remote_tier_gets_no_requests_until_recovery(world):
 
 
 @run
-async def test_outage_during_promotion_leaves_no_partial_rows(world):
-    world.remote.fill(chain(4))
-    world.remote.held = {"load"}
-    world.remote.open.clear()
-    assert world.lookup(chain(4)).is_probing
-    await until(lambda: world.remote.num_waiting)
-    world.remote.is_unhealthy = True
-    world.remote.open.set()
-    await until(lambda: world.lower.stats.promotions_failed >= 2 and not world.store._promotions._pending)
-    world.remote.is_unhealthy = False
-    await until(lambda: world.lower.is_healthy)
-    assert world.store.memory.num_used == world.lower.stats.promoted
-
-
-@run
 async def test_invalid_and_short_objects_are_misses(world):
     world.remote.fill(chain(4))
     world.remote.objects[chain(4)[1], 1] = world.remote.INVALID

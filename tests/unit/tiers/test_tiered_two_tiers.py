@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from lmcache_store.tiers.disk.tier import DiskTier
-from lmcache_store.tiers.stats import WriteSkipped
 from tests.harness.loops import in_a_loop
 from tests.harness.tiers.tiered_world import LEASE, FakeTier, World, chain, content, run, until
 
@@ -38,24 +37,6 @@ def with_disk(test):
 
     runner.__name__, runner.__doc__ = test.__name__, test.__doc__
     return runner
-
-
-@with_disk
-async def test_rows_on_disk_are_promoted_from_disk_and_other_rows_from_remote(world, folder):
-    world.put(chain(3))
-    assert await world.store.drain(60)
-    world.remote.fill(chain(5))
-    async with world_with_disk(Path(tempfile.mkdtemp(dir=folder))) as other:
-        other.remote.objects = world.remote.objects
-        await other.until_resident(chain(3))
-        assert await other.store.drain(60)  # rows promoted from the remote tier are on disk now
-        assert other.store.lower["disk"].stats.written == 3
-        other.store.memory.release(LEASE)
-        other.put(chain(16, start=50))
-        await other.store.drain(60)
-        await other.until_resident(chain(5))
-        assert other.store.lower["disk"].stats.promoted == 3
-        assert other.lower.stats.promoted == 5
 
 
 async def store_and_evict(world, keys) -> None:
@@ -163,16 +144,6 @@ async def test_hung_tier_is_skipped_until_its_next_answer():
 
 
 # ---- waiting for writes ----
-
-
-@run
-async def test_skipped_writes_are_counted_by_reason(world):
-    world.fill(chain(1), 0)
-    world.remote.is_full = True
-    world.put(chain(1, start=1))
-    assert await world.store.drain(60)
-    assert world.lower.stats.writes_skipped == {WriteSkipped.REFUSED: 1}
-    assert world.lower.is_healthy
 
 
 @run

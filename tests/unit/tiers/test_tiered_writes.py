@@ -112,17 +112,6 @@ async def test_row_on_its_previous_shard_is_written_to_the_current_shard(world):
     assert world.lower.stats.written == 1
 
 
-@run(admit=Admit.ON_REUSE)
-async def test_on_reuse_writes_rows_at_their_first_hit(world):
-    world.put(chain(4))
-    assert await world.store.drain(60)
-    assert not world.remote.objects
-    for _ in range(2):
-        assert world.lookup(chain(2)).num_resident == 2
-        await until(lambda: world.lower.stats.written == 2)
-    assert {key for key, _ in world.remote.objects} == set(chain(2))
-
-
 @run
 async def test_private_row_is_not_written_with_a_shared_row_of_the_same_hit(world):
     private = b"p" * 64
