@@ -146,11 +146,6 @@ def test_legacy_backend_sets_a_device_or_a_url(backend, device, url):
     assert (config.local_device, config.remote_url, config.remote_serde) == (device, url, "torch")
 
 
-def test_defect_19_directory_needs_no_trailing_slash(from_text):
-    assert LMCacheEngineConfig.from_legacy(backend="file:///tmp").local_device == "/tmp"
-    assert from_text("local_device: file:///tmp").local_device == "/tmp"
-
-
 DEVICES = {text: text for text in ["cpu", "cuda", "cuda:0", "cuda:11", "/data/kv", "./kv", "kv/", "cuda/"]}
 DEVICES |= {"file:///data/kv": "/data/kv", "file://kv": "./kv", "file://data/kv/": "data/kv/"}
 INVALID_DEVICES = [

@@ -118,14 +118,6 @@ def test_defect_19_database_user_and_password_reach_the_client(monkeypatch):
     }
 
 
-def test_real_client_has_timeouts():
-    connector = CreateConnector("redis://cache:6380")
-    assert isinstance(connector, RedisConnector)
-    options = connector.connection.connection_pool.connection_kwargs
-    assert (options["host"], options["port"], options["socket_connect_timeout"]) == ("cache", 6380, 2.0)
-    assert options["socket_timeout"] <= 3.0
-
-
 def test_does_not_retry_after_a_timeout():
     """A retry on a frozen server would double the wait without a better chance of a reply."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -139,38 +131,30 @@ def test_does_not_retry_after_a_timeout():
         connector.close()
 
 
-def test_defect_28_sentinel_reads_and_writes_at_the_master(monkeypatch):
-    calls = []
-
-    class Sentinel:
-        def __init__(self, sentinels, socket_timeout=None):
-            calls.append((sentinels, socket_timeout))
-
-        def master_for(self, service, socket_timeout, db, password):
-            calls.append((service, socket_timeout, db, password))
-            return SmallRedis("master", 1)
-
-        def slave_for(self, *_, **__):
-            raise AssertionError("a replica may be stale")
-
-    monkeypatch.setattr(redis, "Sentinel", Sentinel)
-    monkeypatch.setenv("REDIS_SERVICE_NAME", "kv")
-    monkeypatch.setenv("REDIS_TIMEOUT", "0.5")
+@pytest.mark.parametrize(
+    ("environment", "service", "timeout"),
+    [({}, "mymaster", 1), ({"REDIS_SERVICE_NAME": "kv", "REDIS_TIMEOUT": "0.5"}, "kv", 0.5)],
+    ids=["defaults", "environment"],
+)
+def test_defect_28_sentinel_reads_and_writes_at_the_master(monkeypatch, environment, service, timeout):
+    for name in ("REDIS_SERVICE_NAME", "REDIS_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     connector = CreateConnector("redis-sentinel://:pw@a:1,b:2/3")
     assert isinstance(connector, RedisSentinelConnector)
-    assert calls == [([("a", 1), ("b", 2)], 0.5), ("kv", 0.5, 3, "pw")]
-    connector.set(KEY, b"x")
-    assert connector.get(KEY) == b"x"
-
-
-def test_sentinel_has_the_documented_defaults(monkeypatch):
-    monkeypatch.delenv("REDIS_SERVICE_NAME", raising=False)
-    monkeypatch.delenv("REDIS_TIMEOUT", raising=False)
-    connector = CreateConnector("redis-sentinel://a:26379")
-    assert isinstance(connector, RedisSentinelConnector)
     pool = connector.connection.connection_pool
-    assert (pool.service_name, pool.is_master) == ("mymaster", True)
-    assert pool.connection_kwargs["socket_timeout"] == 1
+    assert (pool.service_name, pool.is_master) == (service, True)
+    options = pool.connection_kwargs
+    assert (options["socket_timeout"], options["db"], options["password"]) == (timeout, 3, "pw")
+    sentinels = [sentinel.connection_pool.connection_kwargs for sentinel in pool.sentinel_manager.sentinels]
+    assert [(each["host"], each["port"], each["socket_timeout"]) for each in sentinels] == [
+        ("a", 1, timeout),
+        ("b", 2, timeout),
+    ]
+
+
+def test_invalid_timeout_of_sentinels_is_refused(monkeypatch):
     monkeypatch.setenv("REDIS_TIMEOUT", "invalid")
     with pytest.raises(ValueError, match="invalid"):
         CreateConnector("redis-sentinel://a:26379")

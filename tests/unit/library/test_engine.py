@@ -29,28 +29,12 @@ def engine(fmt):
 # ---- store and retrieve ----
 
 
-def test_empty_engine_returns_no_kv(engine):
-    for as_tuple in (True, False):
-        retrieved, mask = engine.retrieve(make_tokens(40), return_tuple=as_tuple)
-        assert retrieved == ()
-        assert mask.tolist() == [False] * 40
-
-
 def test_accepts_a_prompt_without_tokens(engine, fmt):
     engine.store(make_tokens(0), make_kv(0, fmt))
     assert engine.lookup(make_tokens(0)) == 0
     retrieved, mask = engine.retrieve(make_tokens(0))
     assert retrieved == ()
     assert mask.shape == (0,)
-
-
-def test_retrieves_a_single_tensor_on_request(engine, fmt):
-    tokens, kv = make_tokens(40), make_kv(40, fmt)
-    engine.store(tokens, kv)
-    blob, _ = engine.retrieve(tokens, None, False)
-    inner = (40, HEADS, HEAD_SIZE) if fmt == "vllm" else (HEADS, 40, HEAD_SIZE)
-    assert blob.shape == (LAYERS, 2, *inner)
-    assert is_same(tuple((layer[0], layer[1]) for layer in blob), kv)
 
 
 def test_caller_may_change_tensors_after_a_store(engine, fmt):

@@ -38,17 +38,6 @@ def test_defect_21_retrieves_stored_kv_in_both_layouts(engine, fmt, blocking):
         assert is_same(tuple((layer[0], layer[1]) for layer in retrieved), kv)
 
 
-def test_retrieves_prefixes_behind_masks(engine, fmt):
-    tokens, kv = make_tokens(4 * CHUNK), make_kv(4 * CHUNK, fmt)
-    engine.store(tokens, kv)
-    other = torch.cat((tokens[: 3 * CHUNK - 1], make_tokens(40, seed=1)))
-    mask = torch.arange(len(other)) >= 5
-    retrieved, retrieved_mask = engine.retrieve(other, mask)
-    assert is_same(retrieved, cut(kv, fmt, 5, 2 * CHUNK))
-    assert retrieved_mask.tolist() == [5 <= index < 2 * CHUNK for index in range(len(other))]
-    assert engine.retrieve(make_tokens(40, seed=2))[0] == ()
-
-
 def test_defect_24_does_not_write_existing_chunks_again(engine, fmt):
     tokens, old, new = make_tokens(40), make_kv(40, fmt), make_kv(40, fmt, seed=1)
     engine.store(tokens, old)
@@ -86,14 +75,6 @@ def open_engine():
             return stack.enter_context(contextlib.closing(engine))
 
         yield make
-
-
-def test_uses_local_chunks_while_the_server_is_down(connector, open_engine):
-    connector.is_down = True
-    engine = open_engine(remote_url="lm://localhost:1", remote_serde="torch")
-    tokens, kv = make_tokens(40), make_kv(40)
-    engine.store(tokens, kv)
-    assert is_same(engine.retrieve(tokens)[0], kv)
 
 
 def test_evicts_the_tail_of_an_older_prompt_first(open_engine):

@@ -129,10 +129,3 @@ def test_defect_11_failed_remote_backend_leaves_no_threads_or_locks(connector, t
             open_backend(device, remote_serde="unknown", pipelined_backend=True)
     wait_until(lambda: threading.active_count() == before)
     DiskTier(tmp_path, 1 << 20).close()  # the directory is not locked
-
-
-def test_caller_owns_returned_tensors(backend):
-    put_only(backend, "a")
-    (chunk,) = backend.batched_get([key("a")])
-    chunk.zero_()
-    check([backend.get(key("a"))], ["a"])

@@ -81,18 +81,6 @@ def test_survives_any_reply_bytes(reply):
     )
 
 
-def test_defect_12_missing_server_raises_connection_error():
-    with socket.create_server((HOST, 0)) as listener:
-        port = listener.getsockname()[1]
-    connector = LMCServerConnector(HOST, port)
-    for call in (connector.exists, connector.get, lambda name: connector.set(name, b"x")):
-        with pytest.raises(ConnectionError):
-            call(key(1))
-    with pytest.raises(ConnectionError):
-        connector.list()
-    connector.close()
-
-
 def test_defect_12_reconnects_to_a_restarted_server():
     with serving() as server, connected(server) as connector:
         port = server.port

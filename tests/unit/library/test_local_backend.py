@@ -51,27 +51,6 @@ def test_each_field_of_a_key_counts(backend):
         assert not backend.contains(other)
 
 
-def test_put_replaces_the_old_chunk(backend):
-    backend.put(make_key("a"), make_chunk(seed=1))
-    backend.put(make_key("a"), make_chunk(3, seed=2))
-    assert torch.equal(backend.get(make_key("a")), make_chunk(3, seed=2))
-    assert len(backend.dict) == 1
-    assert backend.evictor.current_cache_size == 4096
-
-
-def test_defect_03_caller_owns_a_retrieved_tensor():
-    backend = make_backend(num_chunks=4)
-    backend.put(make_key("first"), make_chunk(seed=1))
-    retrieved = backend.get(make_key("first"))
-    for index in range(8):
-        backend.put(make_key(str(index)), make_chunk(seed=2))
-    assert not backend.contains(make_key("first"))
-    assert torch.equal(retrieved, make_chunk(seed=1))
-    retrieved.zero_()
-    assert torch.equal(backend.get(make_key("7")), make_chunk(seed=2))
-    backend.close()
-
-
 def test_defect_03_large_results_share_no_memory_while_in_use(backend):
     size = LMCacheMemPoolMetadata((1, 2, 4096, 4, 64), torch.float16, 1 / 16)
     backend = LMCLocalBackend(make_config(), size, "cpu")
@@ -130,18 +109,6 @@ def test_chunk_larger_than_a_full_chunk_is_dropped_and_counted():
 # ---- eviction ----
 
 
-def test_evicts_the_least_recently_used_first():
-    backend = make_backend(num_chunks=4)
-    for name in "abcd":
-        backend.put(make_key(name), make_chunk())
-    backend.get(make_key("a"))
-    backend.contains(make_key("b"))  # contains() does not count as use
-    assert [key.chunk_hash for key in backend.dict] == ["b", "c", "d", "a"]
-    backend.put(make_key("e"), make_chunk())
-    assert [key.chunk_hash for key in backend.dict] == ["c", "d", "a", "e"]
-    backend.close()
-
-
 def test_dict_is_a_live_view(backend):
     view = backend.dict
     assert len(view) == 0
@@ -155,21 +122,6 @@ def test_dict_is_a_live_view(backend):
 
 
 # ---- puts in the background ----
-
-
-def test_close_stores_queued_puts(monkeypatch):
-    backend = make_backend()
-    gate = threading.Event()
-    put = backend._put
-    monkeypatch.setattr(backend, "_put", lambda *arguments: gate.wait(60) and put(*arguments))
-    monkeypatch.setattr(backend.mpool, "close", lambda: None)  # keeps the chunks for the check below
-    for index in range(5):
-        backend.put_nonblocking(make_key(str(index)), make_chunk())
-    gate.set()
-    backend.close()
-    assert len(backend.dict) == 5
-    backend.put_nonblocking(make_key("late"), make_chunk())
-    assert backend.num_faults == 1
 
 
 def test_full_queue_blocks_puts(monkeypatch, backend):

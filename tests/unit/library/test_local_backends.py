@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from testing.child_process import wait_until
-from tests.harness.library.kv_cache import CHUNK, HEAD_SIZE, HEADS, LAYERS, make_chunk, make_key
+from tests.harness.library.kv_cache import make_chunk, make_key
 
 
 @pytest.fixture
@@ -22,12 +22,6 @@ def test_get_returns_the_put_chunk(backend):
     assert backend.contains(make_key("a"))
     assert backend.get(make_key("b")) is None
     assert not backend.contains(make_key("b"))
-
-
-def test_defect_21_stores_the_huggingface_layout(backend):
-    chunk = torch.randn(LAYERS, 2, HEADS, CHUNK - 5, HEAD_SIZE).half()
-    backend.put(make_key("a", "huggingface"), chunk)
-    assert torch.equal(backend.get(make_key("a", "huggingface")), chunk)
 
 
 def test_removed_chunk_is_a_miss(backend):

@@ -1,6 +1,5 @@
 """Memory pools and their arena."""
 
-import hashlib
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,6 @@ from lmcache.storage_backend.mem_pool import (
     TorchArena,
 )
 from lmcache_store.tiers.memory.contracts import Geometry
-from lmcache_store.tiers.memory.local import LocalStore
 from tests.harness.scope import examples
 
 SHAPE = (2, 2, 64, 8, 16)  # a full chunk: 64 KiB of fp16, 16 slots of 4 KiB

@@ -54,14 +54,6 @@ def keys_of(names: str) -> list:
     return [make_key(name) for name in names]
 
 
-def test_get_returns_the_put_chunks(backend):
-    put_chunks(backend, "ab")
-    assert names_of(backend.batched_get(iter(keys_of("ab")))) == ["a", "b"]
-    assert names_of([backend.get(make_key("a")), backend.get(make_key("c"))]) == ["a", None]
-    assert backend.contains(make_key("a"))
-    assert not backend.contains(make_key("c"))
-
-
 def test_requires_a_url_and_a_serde():
     for config in (make_config(None, remote_url=URL), make_config(None, remote_serde="torch")):
         with pytest.raises(AssertionError, match="remote_url and remote_serde"):
@@ -148,21 +140,6 @@ def test_defect_09_close_stops_workers_before_the_connection(backend, connector)
     assert backend.get(make_key("a")) is None
 
 
-def test_defect_12_dead_server_costs_a_single_failure_and_recovers(backend, connector):
-    put_chunks(backend, "ab")
-    connector.is_down = True
-    assert backend.get(make_key("a")) is None
-    num_gets = connector.calls["get"]
-    assert not backend.contains(make_key("a"))
-    assert list(backend.batched_get(keys_of("ab" * 20))) == [None] * 40
-    backend.put(make_key("c"), make_chunk())
-    assert connector.calls["get"] == num_gets
-    assert not connector.calls["set", make_key("c").to_string()]
-    connector.is_down = False
-    wait_until(lambda: backend.contains(make_key("a")))
-    assert names_of(backend.batched_get(keys_of("ab"))) == ["a", "b"]
-
-
 def test_defect_12_faults_are_logged_once(backend, connector, monkeypatch):
     lines = []
     monkeypatch.setattr(remote_backend.logger, "warning", lambda *arguments: lines.append(arguments))
@@ -171,25 +148,6 @@ def test_defect_12_faults_are_logged_once(backend, connector, monkeypatch):
         backend.put(make_key(name), make_chunk())
     assert len(lines) == 1
     assert backend.num_faults == 3
-
-
-def test_defect_26_get_sends_no_exists_request(backend, connector):
-    put_chunks(backend, "ab")
-    list(backend.batched_get(keys_of("ab")))
-    backend.get(make_key("a"))
-    assert connector.calls["exists"] == 0
-    assert connector.calls["get"] == 3
-
-
-def test_fetching_stops_when_the_reader_stops(backend, connector):
-    put_chunks(backend, "a")
-    keys = [*keys_of("a"), *(make_key(str(index)) for index in range(100))]
-    for chunk in backend.batched_get(keys):
-        if chunk is None:
-            break
-    if isinstance(backend, LMCPipelinedRemoteBackend):
-        backend._network.submit(int).result()  # wait for all queued fetches
-    assert connector.calls["get"] <= 2 + remote_backend._WINDOW
 
 
 def test_full_queue_drops_and_counts_puts(backend, connector, monkeypatch):

