@@ -29,26 +29,27 @@ MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Target:
-    """One fuzz target. ``run`` gets an input; ``opened`` is open meanwhile."""
+    """One fuzz target. ``run`` gets an input, and the value of ``opened``, which is open meanwhile."""
 
-    run: Callable[[bytes], object]
+    run: Callable[..., object]
     errors: tuple[type[BaseException], ...] = ()
     """Exceptions that the code declares for bad input."""
     max_bytes: int = 4096
     """Largest input that the fuzzer generates."""
     opened: Callable[[], contextlib.AbstractContextManager[object]] = field(default=contextlib.nullcontext)
 
-    def check(self, data: bytes) -> None:
+    def check(self, data: bytes, opened: object = None) -> None:
         """Run an input. Raises what the target may not raise."""
+        arguments = () if opened is None else (opened,)
         with contextlib.suppress(*self.errors):
-            self.run(data)
+            self.run(data, *arguments)
 
-    def check_costs(self, data: bytes) -> None:
+    def check_costs(self, data: bytes, opened: object = None) -> None:
         """Run an input as ``check`` does. Raises AssertionError if it takes too much time or memory."""
         tracemalloc.start()
         began = time.process_time()
         try:
-            self.check(data)
+            self.check(data, opened)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()

@@ -11,11 +11,11 @@ def test_seeds_and_former_crashes_break_no_promise(name):
     target_ = load(name)
     paths = list(inputs(name))
     assert paths, f"{name} has no seeds in tests/fuzz/seeds"
-    with target_.opened():
-        target_.check(b"")  # imports and caches count for no input
+    with target_.opened() as opened:
+        target_.check(b"", opened)  # imports and caches count for no input
         for path in paths:
             try:
-                target_.check_costs(path.read_bytes())
+                target_.check_costs(path.read_bytes(), opened)
             except BaseException as error:
                 error.add_note(f"input: {path}")
                 raise

@@ -26,7 +26,6 @@ from lmcache_store.kv_groups import GroupKind, KVGroup
 from lmcache_store.tiers.tiered.history import ChunkHistory
 from lmcache_store.tiers.tiered.store import TieredStore
 from tests.fuzz.bytes_input import BytesInput
-from tests.fuzz.event_loop import opened_runner, runner
 from tests.fuzz.target import Target
 from tests.harness.sidecar.world import FakeArena, FakeLock
 
@@ -186,11 +185,11 @@ class Connections:
             assert not memory.num_used
 
 
-def run(data: bytes) -> None:
+def run(data: bytes, runner: asyncio.Runner) -> None:
     async def connect() -> None:
         await Connections().run(BytesInput(data))
 
-    runner().run(connect())
+    runner.run(connect())
 
 
-TARGET = Target(run, opened=opened_runner)
+TARGET = Target(run, opened=asyncio.Runner)

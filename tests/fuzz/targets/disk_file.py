@@ -20,20 +20,20 @@ from tests.fuzz.targets.header import sealed
 
 OBJECT = ObjectId(bytes(range(64)), 0)
 MAX_PAYLOAD = 4 * PAGE_BYTES
-_opened: list[Directory] = []
 
 
 @contextlib.contextmanager
-def opened() -> Iterator[None]:
-    with tempfile.TemporaryDirectory(prefix="lmc-fuzz-") as folder, contextlib.ExitStack() as stack:
-        _opened.append(Directory(folder))
-        stack.callback(lambda: _opened.pop().close())
+def opened() -> Iterator[Directory]:
+    with (
+        tempfile.TemporaryDirectory(prefix="lmc-fuzz-") as folder,
+        contextlib.closing(Directory(folder)) as directory,
+    ):
         (Path(folder) / path_of(OBJECT)).parent.mkdir(parents=True)
-        yield
+        yield directory
 
 
-def run(data: bytes) -> None:
-    directory, source = _opened[-1], BytesInput(data)
+def run(data: bytes, directory: Directory) -> None:
+    source = BytesInput(data)
     raw, is_valid = source.sized(), source.flag()
     payload = source.rest()
     if is_valid:

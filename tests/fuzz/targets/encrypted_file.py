@@ -45,15 +45,9 @@ class World(NamedTuple):
     files: list[bytes]
 
 
-_opened: list[World] = []
-
-
 def written(folder: Path, object_id: ObjectId, by: Cipher | None, payload: bytes = PAYLOAD) -> bytes:
-    directory = Directory(str(folder), by)
-    try:
+    with contextlib.closing(Directory(str(folder), by)) as directory:
         return (folder / directory.write(object_id, memoryview(payload), b"label")).read_bytes()
-    finally:
-        directory.close()
 
 
 def foreign(known: Cipher, tier: str, other_tier: str) -> list[tuple[ObjectId, Cipher | None]]:
@@ -63,11 +57,10 @@ def foreign(known: Cipher, tier: str, other_tier: str) -> list[tuple[ObjectId, C
 
 
 @contextlib.contextmanager
-def opened() -> Iterator[None]:
+def opened() -> Iterator[World]:
     with (
         tempfile.TemporaryDirectory(prefix="lmc-fuzz-") as name,
         mock.patch.object(file_formats, "PIECE_BYTES", PIECE_BYTES),
-        contextlib.ExitStack() as stack,
     ):
         folder, known = Path(name), RecordedCipher("disk")
         known.use(keys(1))
@@ -75,10 +68,8 @@ def opened() -> Iterator[None]:
         known.use(keys(1, 2))
         files = [written(folder, object_id, by) for object_id, by in foreign(known, "disk", "remote")]
         files += [written(folder, OBJECT, known, OTHER_PAYLOAD), longer]
-        directory = Directory(name, known)
-        stack.callback(lambda: _opened.pop().directory.close())
-        _opened.append(World(directory, known, folder / path_of(directory.stored_id(OBJECT)), files))
-        yield
+        with contextlib.closing(Directory(name, known)) as directory:
+            yield World(directory, known, folder / path_of(directory.stored_id(OBJECT)), files)
 
 
 def split(content: bytes, total: int) -> list[bytes]:
@@ -95,8 +86,8 @@ def lacks_key(page: bytes) -> bool:
     return page.startswith(MAGIC) and len(page) >= OVERHEAD_BYTES and parse_preamble(page)[0] not in (1, 2)
 
 
-def run(data: bytes) -> None:
-    directory, known, path, files = _opened[-1]
+def run(data: bytes, world: World) -> None:
+    directory, known, path, files = world
     content = edited(BytesInput(data), files[0], files)
     path.write_bytes(content)
     payload = known.genuine(OBJECT, content[:MARKER_BYTES], lambda total: split(content, total))

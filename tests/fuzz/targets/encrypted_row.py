@@ -7,7 +7,6 @@ older key.
 """
 
 import contextlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from lmcache_store.tiers.base import ObjectId
@@ -35,9 +34,6 @@ class World(NamedTuple):
     values: list[bytes]
 
 
-_opened: list[World] = []
-
-
 def values_of(object_id: ObjectId, form: ValueFormat, payload: bytes = PAYLOAD) -> bytes:
     """The marker of a row, and then its pieces."""
     total, start = len(payload), 0
@@ -50,8 +46,7 @@ def values_of(object_id: ObjectId, form: ValueFormat, payload: bytes = PAYLOAD) 
     return values
 
 
-@contextlib.contextmanager
-def opened() -> Iterator[None]:
+def opened() -> contextlib.nullcontext[World]:
     known = RecordedCipher("remote")
     form = EncryptedValues(known)
     known.use(keys(1))
@@ -61,9 +56,8 @@ def opened() -> Iterator[None]:
         values_of(object_id, EncryptedValues(by) if by else PLAIN)
         for object_id, by in foreign(known, "remote", "disk")
     ]
-    _opened.append(World(form, known, [*values, values_of(OBJECT, form, OTHER_PAYLOAD), longer]))
-    yield
-    _opened.pop()
+    world = World(form, known, [*values, values_of(OBJECT, form, OTHER_PAYLOAD), longer])
+    return contextlib.nullcontext(world)
 
 
 def split(content: bytes, lengths: list[int]) -> list[bytes]:
@@ -75,8 +69,8 @@ def split(content: bytes, lengths: list[int]) -> list[bytes]:
     return [*parts, content]
 
 
-def run(data: bytes) -> None:
-    form, known, values = _opened[-1]
+def run(data: bytes, world: World) -> None:
+    form, known, values = world
     source = BytesInput(data)
     sizes = piece_sizes(len(LONGER_PAYLOAD if source.flag() else PAYLOAD))
     content = edited(source, values[0], values)

@@ -17,21 +17,18 @@ from lmcache_sidecar.pages.http import HttpServer
 from tests.fuzz.target import Target
 
 ANSWER = re.compile(rb"HTTP/1\.1 ([0-9]{3}) [^\r\n]+\r\n(?:[A-Za-z-]+: [^\r\n]*\r\n)+\r\n", re.DOTALL)
-_opened: list[tuple[asyncio.Runner, int]] = []
 
 
 @contextlib.contextmanager
-def opened() -> Iterator[None]:
+def opened() -> Iterator[tuple[asyncio.Runner, int]]:
     with tempfile.TemporaryDirectory(prefix="lmc-fuzz-") as folder, asyncio.Runner() as runner:
         config = Config(socket=str(Path(folder) / "s"), memory_size=4 << 20, transfer="SharedMemory")
-        servers = runner.run(start(config))
-        _opened.append((runner, servers[2]))
+        daemon, server, port = runner.run(start(config))
         try:
-            yield
+            yield runner, port
         finally:
-            _opened.pop()
-            runner.run(servers[1].stop())
-            runner.run(servers[0].stop())
+            runner.run(server.stop())
+            runner.run(daemon.stop())
 
 
 async def start(config: Config) -> tuple[Daemon, HttpServer, int]:
@@ -57,8 +54,8 @@ async def exchange(port: int, request: bytes) -> bytes:
         return answer
 
 
-def run(data: bytes) -> None:
-    runner, port = _opened[-1]
+def run(data: bytes, opened: tuple[asyncio.Runner, int]) -> None:
+    runner, port = opened
     answer = runner.run(exchange(port, data))
     if not answer:  # the request was not complete
         assert b"\r\n\r\n" not in data

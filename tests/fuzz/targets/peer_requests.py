@@ -4,9 +4,7 @@ Input: a flag that says whether the server needs a password, and the bytes that 
 closes its side.
 """
 
-import contextlib
 import socket
-from collections.abc import Iterator
 
 from lmcache_sidecar.peer_server.requests import BadRequestError
 from lmcache_sidecar.peer_server.server import PeerServer
@@ -15,24 +13,19 @@ from tests.fuzz.target import Target
 from tests.harness.tiers.peer_rows import PREFIX, Rows
 
 PASSWORD = "secret"
-_listeners: list[socket.socket] = []
 
 
-@contextlib.contextmanager
-def opened() -> Iterator[None]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        _listeners.append(listener)
-        yield
-        _listeners.remove(listener)
+def opened() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0))
 
 
-def run(data: bytes) -> None:
+def run(data: bytes, listener: socket.socket) -> None:
     rows = Rows()
     rows.add(1, b"column 0", b"")
     passwords = (lambda: [PASSWORD]) if data[:1] == b"\1" else None
     server = PeerServer(rows, PREFIX, passwords=passwords)
-    with socket.create_connection(_listeners[-1].getsockname()) as client:
-        connection, _ = _listeners[-1].accept()
+    with socket.create_connection(listener.getsockname()) as client:
+        connection, _ = listener.accept()
         with connection:
             client.sendall(data[1:])
             client.shutdown(socket.SHUT_WR)

@@ -8,6 +8,7 @@ import hashlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from lmcache_store.tiers.errors import ArenaError
 from lmcache_store.tiers.header import digests, slot_checksum
@@ -19,8 +20,14 @@ from tests.fuzz.target import Target
 
 CAPACITY, SLOT_BYTES, NUM_COLUMNS, SLOTS_PER_FRAME = 96 << 10, 4096, 2, 2
 OWNER, WRITER = b"o" * 16, b"w" * 16
-_images: list[tuple[Path, bytes, int]] = []
-"""Path of the arena, its bytes before the damage, and the end of its tables."""
+
+
+class Image(NamedTuple):
+    """Path of the arena, its bytes before the damage, and the end of its tables."""
+
+    path: Path
+    content: bytes
+    end: int
 
 
 def row_key(number: int) -> bytes:
@@ -49,7 +56,7 @@ def adopted(arena: ArenaFile) -> MemoryTier:
 
 
 @contextlib.contextmanager
-def opened() -> Iterator[None]:
+def opened() -> Iterator[Image]:
     with tempfile.TemporaryDirectory(prefix="lmc-fuzz-") as folder:
         path = Path(folder) / "arena"
         arena = ArenaFile(path, CAPACITY)
@@ -61,13 +68,11 @@ def opened() -> Iterator[None]:
         tier.reserve(row_key(9), 0, WRITER, length=SLOT_BYTES)
         end = arena.column_offset(0)
         arena.close()
-        _images.append((path, path.read_bytes(), end))
-        yield
-        _images.pop()
+        yield Image(path, path.read_bytes(), end)
 
 
-def run(data: bytes) -> None:
-    path, image, end = _images[-1]
+def run(data: bytes, opened: Image) -> None:
+    path, image, end = opened
     source, damaged = BytesInput(data), bytearray(image)
     while source.has_more:
         position, patch = source.number(3) % end, source.sized()

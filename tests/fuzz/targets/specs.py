@@ -3,16 +3,17 @@
 Input: random numbers for a walk through the resource's schema. Many results break one value.
 """
 
+import asyncio
+
 from tests.fuzz.bytes_input import InputRandom
-from tests.fuzz.event_loop import opened_runner, runner
 from tests.fuzz.target import Target
 from tests.harness.operator.settled_specs import check
 from tests.harness.operator.spec_fuzz import spec_by
 
 
-def run(data: bytes) -> None:
+def run(data: bytes, runner: asyncio.Runner) -> None:
     generated, _ = spec_by(InputRandom(data))
-    check(runner(), generated)
+    check(runner, generated)
 
 
-TARGET = Target(run, max_bytes=1024, opened=opened_runner)
+TARGET = Target(run, max_bytes=1024, opened=asyncio.Runner)
