@@ -12,7 +12,7 @@ from lmcache_sidecar.peer_server.server import PeerServer
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.remote.address import Endpoint
 from testing.child_process import wait_until
-from tests.harness.tiers.peer_rows import PREFIX, key, load, reading, rows, serving
+from tests.harness.tiers.peer_rows import key, load, reading, rows, serving
 
 __all__ = ["rows"]
 
@@ -109,20 +109,6 @@ def test_list_of_peers_changes(rows):
         tier.set_peers([])
         wait_until(lambda: not server._open)
         assert load(tier, object_id, 1000) is None
-
-
-def test_peer_that_starts_again_is_used_again(rows):
-    (object_id,) = rows.add(1, b"x" * 1000)
-    with serving(rows) as (_, peer):
-        pass
-    with reading(peer, timeout_seconds=1.0) as tier:
-        assert tier.find_each([object_id]) == [False]
-        server = PeerServer(rows, PREFIX)
-        server.start("127.0.0.1", peer.port)
-        try:
-            wait_until(lambda: load(tier, object_id, 1000) == b"x" * 1000)
-        finally:
-            server.close()
 
 
 def test_peers_are_asked_again_after_threads_could_not_be_started(rows, monkeypatch):

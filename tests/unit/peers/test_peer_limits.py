@@ -142,15 +142,6 @@ def test_row_that_is_read_without_end_is_pinned_again(rows, monkeypatch):
         assert len(rows.pinned) <= 1
 
 
-@pytest.mark.parametrize("piece", [1, 999])
-def test_piece_that_does_not_exist_leaves_no_pin(rows, piece):
-    rows.add(1, b"x" * 1000)
-    with serving(rows) as (_, peer), connect(peer) as connection:
-        connection.sendall(ask_for(piece))
-        assert connection.recv(100) == b"$-1\r\n"
-        assert not rows.pinned
-
-
 def test_rate_of_all_clients_is_limited(monkeypatch):
     monkeypatch.setattr(limits, "MAX_DELAY_SECONDS", PATIENT)
     pace, began = Pace(100.0), time.monotonic()

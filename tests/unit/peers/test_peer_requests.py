@@ -64,11 +64,3 @@ def test_commands_that_arrive_together_are_returned_together():
 def test_other_bytes_are_refused(sent):
     with pytest.raises(BadRequestError):
         reader(sent).read()
-
-
-@given(st.binary(min_size=1, max_size=200))
-def test_random_bytes_are_refused_or_wait_for_more(sent):
-    try:
-        reader(sent).read()
-    except (BadRequestError, StopIteration):
-        return

@@ -149,6 +149,7 @@ def test_names_and_fields_that_do_not_exist_are_nil(rows, name, field):
     with serving(rows) as (_, peer), connect(peer) as connection:
         connection.sendall(command(b"HGET", name, field))
         assert connection.recv(100) == b"$-1\r\n"
+        assert not rows.pinned
 
 
 def test_rate_of_each_peer_is_measured():

@@ -1,7 +1,6 @@
 """Reads between peers over TLS."""
 
 import contextlib
-import os
 import shutil
 import socket
 import ssl
@@ -29,17 +28,6 @@ def tls(tmp_path_factory):
 def tls_of(folder):
     made = make_certificates(folder)
     return Tls(str(made.ca), str(made.cert), str(made.key))
-
-
-def test_rows_are_read_over_tls(rows, tls):
-    payload = os.urandom(SIZE)
-    (object_id,) = rows.add(1, payload)
-    with (
-        serving(rows, tls=tls, passwords=lambda: ["p"]) as (_, peer),
-        reading(peer, tls=tls, password="p") as tier,
-    ):
-        assert load(tier, object_id, SIZE) == payload
-        wait_until(lambda: not rows.pinned)
 
 
 @pytest.mark.parametrize(
