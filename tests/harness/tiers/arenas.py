@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_store.tiers.budgets import Budgets
 from lmcache_store.tiers.memory.arena import ArenaFile
+from lmcache_store.tiers.memory.contracts import Arena
 from lmcache_store.tiers.memory.mapping import MappedColumn, MappedIndex
 from lmcache_store.tiers.memory.tier import MemoryTier
 
 
-def tier_over(arena: ArenaFile) -> MemoryTier:
+def tier_over(arena: Arena, budgets: Budgets | None = None) -> MemoryTier:
     """Return a memory tier that may use all rows, and adopts those of the last tier."""
-    tier = MemoryTier(arena)
+    tier = MemoryTier(arena, budgets=budgets)
     tier.usable_slots = arena.num_rows
     for _ in tier.adopt():
         pass

@@ -10,19 +10,17 @@ from lmcache_store.tiers.memory.contracts import Geometry, Reserved
 from lmcache_store.tiers.memory.private import PrivateArena
 from lmcache_store.tiers.memory.tier import MemoryTier
 from lmcache_store.tiers.stats import Removal
+from tests.harness.tiers.arenas import tier_over
 from tests.harness.tiers.chains import one_chain
 
 OWNER, ENGINE = b"o" * 16, b"E" * 16
 LIMITED = Budgets(Budget(memory_percent=90), {b"a": Budget("a", min_memory_percent=10), b"b": Budget("b")})
 
 
-def new_tier(num_rows: int, budgets: Budgets | None = None, slots_per_frame: int = 1) -> MemoryTier:
-    arena = PrivateArena(Geometry(4096, 1, slots_per_frame), num_rows)
-    tier = MemoryTier(arena, budgets=budgets)
-    for _ in tier.adopt():
-        pass
-    tier.release_adopted()
-    return tier
+def new_tier(
+    num_rows: int, budgets: Budgets | None = None, slots_per_frame: int = 1, num_columns: int = 1
+) -> MemoryTier:
+    return tier_over(PrivateArena(Geometry(4096, num_columns, slots_per_frame), num_rows), budgets)
 
 
 def key(name: str) -> bytes:
@@ -31,11 +29,13 @@ def key(name: str) -> bytes:
 
 def store(tier: MemoryTier, name: str, *, num_slots: int = 1) -> Reserved:
     """Store a row. The first letter of the name is the tenant, the last one the position in the request."""
-    result, slot = tier.reserve(
-        key(name), 0, OWNER, length=4096 * num_slots, request=name[:-1], tenant=name[0].strip(".").encode()
-    )
-    if slot is not None:
-        tier.commit([slot], 0, OWNER)
+    tenant = name[0].strip(".").encode()
+    for column in range(tier.arena.geometry.num_columns):
+        result, slot = tier.reserve(
+            key(name), column, OWNER, length=4096 * num_slots, request=name[:-1], tenant=tenant
+        )
+        if slot is not None:
+            tier.commit([slot], column, OWNER)
     return result
 
 
@@ -188,24 +188,11 @@ def test_holes_that_a_guaranteed_tenant_left_are_filled():
 @pytest.mark.parametrize("share", [20, 60])
 def test_idle_tenant_stops_no_stores_of_several_columns_and_lengths(share):
     """Chunks of a hybrid model with two ranks have a long row, and short rows of other KV groups."""
-    arena = PrivateArena(Geometry(4096, 2, 8), 256)
-    tier = MemoryTier(arena, budgets=Budgets(by_tenant={b"i": Budget("idle", min_memory_percent=share)}))
-    for _ in tier.adopt():
-        pass
-    tier.release_adopted()
+    tier = new_tier(256, Budgets(by_tenant={b"i": Budget("idle", min_memory_percent=share)}), 8, 2)
 
-    def store_chunk(tenant: str, number: int) -> list[Reserved]:
-        results = []
-        for group, num_slots in enumerate((8, 2, 1)):
-            name = f"{tenant}{number}.{group}"
-            for column in range(2):
-                result, slot = tier.reserve(
-                    key(name), column, OWNER, length=4096 * num_slots, request=name, tenant=tenant.encode()
-                )
-                results.append(result)
-                if slot is not None:
-                    tier.commit([slot], column, OWNER)
-        return results
+    def store_chunk(tenant: str, number: int) -> set[Reserved]:
+        sizes = enumerate((8, 2, 1))
+        return {store(tier, f"{tenant}{number}.{group}", num_slots=num_slots) for group, num_slots in sizes}
 
     share_bytes = share * 256 * 2 * 4096 // 100
     number = 0
@@ -215,7 +202,7 @@ def test_idle_tenant_stops_no_stores_of_several_columns_and_lengths(share):
         number += 1
     idle_rows = [name for name in order(tier) if name.startswith("i")]
     for number in range(1000, 1200):
-        assert store_chunk("b", number) == [Reserved.SLOT] * 6
+        assert store_chunk("b", number) == {Reserved.SLOT}
     assert set(idle_rows) <= set(order(tier)), "the rows of the guarantee stay"
     num_bytes = tier.stats.tenants.num_bytes(b"b")
     assert num_bytes >= (0.95 - share / 100) * 256 * 2 * 4096, "the rest of the memory is used"
