@@ -59,6 +59,11 @@ class FaultyTier:
         self.refused: frozenset[bytes] = frozenset()  # keys of rows that it refuses
         self.num_waiting = 0
 
+    def hold(self, *names: str) -> None:
+        """Let these operations wait, until ``open`` is set."""
+        self.held = set(names)
+        self.open.clear()
+
     def _enter(self, name: str) -> None:
         self.calls[name] += 1
         if name in self.held:
@@ -192,6 +197,11 @@ class World:
     def put(self, keys: list[bytes], request: str = "") -> None:
         for column in range(NUM_COLUMNS):
             self.store.commit(self.fill(keys, column, request), column, OWNER)
+
+    async def write(self, keys: list[bytes], request: str = "") -> None:
+        """Put rows, and wait until the lower tiers have got them."""
+        self.put(keys, request)
+        assert await self.store.drain(TIMEOUT_SECONDS)
 
     def lookup(
         self, keys: list[bytes], request: str = "request", row_seconds: float = 0.0, num_handed_over: int = 0

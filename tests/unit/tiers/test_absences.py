@@ -26,8 +26,7 @@ from tests.harness.tiers.tiered_world import (
 
 async def put(world: World, keys: list[bytes]) -> None:
     for key in keys:
-        world.put([key], request=key.hex())
-        assert await world.store.drain(60)
+        await world.write([key], request=key.hex())
 
 
 async def fill_memory(world: World) -> None:
@@ -121,8 +120,7 @@ async def test_too_late_is_a_row_on_its_way(world):
 async def test_slower_is_a_row_whose_load_takes_longer_than_computing(world):
     (measured,) = chain(1, start=1)
     world.remote.fill([KEY, measured])
-    world.remote.held = {"load"}
-    world.remote.open.clear()
+    world.remote.hold("load")
     world.lookup([measured])
     await until(lambda: world.remote.num_waiting)
     world.now += 1.0  # so that the rate of loads is known: one row a second
@@ -139,8 +137,7 @@ async def test_slower_is_a_row_whose_load_takes_longer_than_computing(world):
 async def test_rows_that_another_sidecar_stored_are_not_new(world):
     keys = chain(3)
     world.remote.fill(keys)
-    world.remote.held = {"load"}
-    world.remote.open.clear()
+    world.remote.hold("load")
     world.lookup(keys)
     await until(lambda: world.remote.num_waiting)
     past = world.store.history.observe(chunk_names([*keys, *chain(1, start=3)]))
@@ -166,8 +163,7 @@ async def test_unavailable_is_a_row_that_a_tier_that_is_down_may_have(has_disk):
 
 
 async def check_failed_load(world, request="request"):
-    world.remote.held = {"load"}
-    world.remote.open.clear()
+    world.remote.hold("load")
     world.lookup([KEY], request)
     await until(lambda: world.remote.num_waiting)
     world.remote.is_unhealthy = True

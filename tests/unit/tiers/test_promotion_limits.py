@@ -98,8 +98,7 @@ async def test_rows_behind_a_hung_load_are_not_pending():
 
 @run
 async def test_failed_verification_leaves_no_pending_rows(world):
-    world.put(chain(3))
-    assert await world.store.drain(60)
+    await world.write(chain(3))
     await world.store.close()
     async with World(arena=world.arena) as restarted:
 
@@ -129,8 +128,7 @@ def lookup(world: World, tenant: bytes, keys: list[bytes]) -> int:
 @in_a_loop
 async def test_each_of_two_tenants_promotes_a_chunk_at_once_in_a_small_tier(num_rows):
     async with World(num_rows) as world:
-        world.remote.held = {"load"}
-        world.remote.open.clear()
+        world.remote.hold("load")
         pending = world.store._promotions._pending
         for number, tenant in enumerate(TENANTS):
             keys = chain(8, 100 * number)
@@ -155,8 +153,7 @@ async def test_tier_of_one_row_promotes_it():
 async def test_one_tenant_promotes_a_quarter_of_the_tier_at_once_but_at_least_a_chunk(num_rows, expected):
     async with World(num_rows) as world:
         world.remote.fill(chain(20))
-        world.remote.held = {"load"}
-        world.remote.open.clear()
+        world.remote.hold("load")
         lookup(world, b"first", chain(20))
         pending = world.store._promotions._pending
         await until(lambda: pending)

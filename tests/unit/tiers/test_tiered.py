@@ -27,8 +27,7 @@ from tests.harness.tiers.tiered_world import (
 async def test_rows_of_unregistered_namespaces_are_not_written_to_lower_tiers(world):
     world.store._labels.clear()
     world.remote.fill(chain(1, start=9))
-    world.put(chain(2))
-    assert await world.store.drain(60)
+    await world.write(chain(2))
     assert world.lookup(chain(2)).num_resident == 2
     assert not world.lookup(chain(1, start=9), "other").is_probing
     assert not world.remote.calls
@@ -52,8 +51,7 @@ async def test_lookup_returns_probing_then_pending_then_resident(world):
 async def test_is_memory_only_without_lower_tiers_or_unverified_rows(world):
     assert not world.store.is_memory_only(NAMESPACE), "a remote tier is configured"
     assert world.store.is_memory_only(b"p" * 32), "private rows are never written to lower tiers"
-    world.put(chain(1))
-    await world.store.drain(60)
+    await world.write(chain(1))
     restarted = TieredStore(world.arena)
     assert restarted.is_memory_only(NAMESPACE)
     await restarted.adopt()
@@ -115,8 +113,7 @@ async def test_rows_being_written_by_another_engine_are_pending(world):
 @run
 async def test_probes_do_not_wait_for_promotions(world):
     world.remote.fill(chain(3))
-    world.remote.held = {"load"}
-    world.remote.open.clear()
+    world.remote.hold("load")
     assert world.lookup(chain(3)).is_probing
     await until(lambda: world.remote.num_waiting == 2)
     assert world.lookup(chain(1, start=50), "other").is_probing
@@ -169,8 +166,7 @@ async def test_absent_keys_are_probed_once_per_interval(world):
 @run
 async def test_groups_of_a_request_are_looked_up_separately_under_a_shared_lease(world):
     first, second = chain(4), chain(4, start=50)
-    world.put([*first, *second[:2]])
-    assert await world.store.drain(60)
+    await world.write([*first, *second[:2]])
     for column in range(2):
         world.remote.objects[second[2], column] = content(second[2], column)
     assert world.lookup(first) == LookupResult(4, 4)
@@ -184,8 +180,7 @@ async def test_groups_of_a_request_are_looked_up_separately_under_a_shared_lease
 @in_a_loop
 async def test_adopted_rows_are_verified_before_use():
     async with World() as world:
-        world.put(chain(5))
-        assert await world.store.drain(60)
+        await world.write(chain(5))
         slots = world.slots(chain(5))
     world.arena.view(slots[2].row, 1)[77] ^= 1
     async with World(arena=world.arena) as world:
@@ -204,8 +199,7 @@ def test_closed_store_is_released_by_its_tiers():
 
     async def main() -> weakref.ref[object]:
         async with World(remote=tier) as world:
-            world.put(chain(2))
-            assert await world.store.drain(60)
+            await world.write(chain(2))
             return weakref.ref(world.store.memory)
 
     tier = FakeTier()
@@ -221,8 +215,7 @@ async def test_close_waits_for_threads_up_to_its_timeout():
     world = World()
     await world.store.adopt()
     world.remote.fill(chain(1))
-    world.remote.held = {"load"}
-    world.remote.open.clear()
+    world.remote.hold("load")
     world.lookup(chain(1))
     await until(lambda: world.remote.num_waiting)
     assert not await world.store.close(0.01)  # the thread of a hung tier still uses the arena

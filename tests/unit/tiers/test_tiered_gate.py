@@ -74,8 +74,7 @@ def test_loads_only_if_clearly_faster_than_recomputing():
 async def measure(world, seconds: float) -> None:
     """Load one row in ``seconds`` seconds."""
     world.remote.fill(chain(1, start=900))
-    world.remote.held = {"load"}
-    world.remote.open.clear()
+    world.remote.hold("load")
     assert world.lookup(chain(1, start=900), "measurement").is_probing
     await until(lambda: world.remote.num_waiting)
     world.now += seconds

@@ -23,8 +23,7 @@ def written(world: World) -> set[bytes]:
 
 @run
 async def test_hit_writes_silently_lost_rows_within_the_refresh_period(world):
-    world.put(chain(3))
-    assert await world.store.drain(60)
+    await world.write(chain(3))
     world.remote.objects.pop((chain(3)[1], 1))
     world.now += REFRESH_SECONDS
     assert world.lookup(chain(3)).num_resident == 3
@@ -37,8 +36,7 @@ async def test_hit_writes_silently_lost_rows_within_the_refresh_period(world):
 async def test_hits_of_all_groups_of_a_request_are_processed(world):
     """The groups are looked up separately under the same lease."""
     first, second = chain(2), chain(2, start=50)
-    world.put([*first, *second])
-    assert await world.store.drain(60)
+    await world.write([*first, *second])
     world.now += REFRESH_SECONDS
     assert world.lookup(first).num_resident == world.lookup(second).num_resident == 2
     await until(lambda: set(world.remote.touched) == {*first, *second})
@@ -47,8 +45,7 @@ async def test_hits_of_all_groups_of_a_request_are_processed(world):
 @run
 async def test_refused_rows_are_written_without_hits_when_the_tier_has_capacity(world):
     world.remote.is_full = True
-    world.put(chain(4))
-    assert await world.store.drain(60)
+    await world.write(chain(4))
     stores = world.remote.calls["store"]
     await until(lambda: world.remote.calls["store"] >= stores + 3)  # the worker offers one row at a time
     world.remote.is_full = False
@@ -93,8 +90,7 @@ async def test_row_with_unhealthy_store_does_not_block_other_rows(world):
 async def test_evicted_refused_rows_use_no_offer_turns(world):
     offer = lower._OFFER_SECONDS
     world.remote.is_full = True
-    world.put(chain(4))
-    assert await world.store.drain(60)
+    await world.write(chain(4))
     pauses = []
 
     async def pause(seconds, sleep=asyncio.sleep):
@@ -118,8 +114,7 @@ async def test_evicted_refused_rows_use_no_offer_turns(world):
 async def test_number_of_remembered_refused_rows_is_bounded(world):
     world.remote.is_full = True
     world.put(chain(4))
-    world.put(chain(12, start=4))
-    assert await world.store.drain(60)
+    await world.write(chain(12, start=4))
     assert len(world.lower._refused) <= 4
     world.remote.is_full = False
     world.now += REFRESH_SECONDS
@@ -128,8 +123,7 @@ async def test_number_of_remembered_refused_rows_is_bounded(world):
 
 @run
 async def test_corrupted_row_is_not_written_to_lower_tiers(world):
-    world.put(chain(2))
-    assert await world.store.drain(60)
+    await world.write(chain(2))
     world.remote.objects.clear()
     slot = world.slots(chain(1))[0]
     world.arena.view(slot.row, 1)[5] ^= 1
@@ -159,8 +153,7 @@ async def test_rows_behind_a_pending_row_count_as_pending(world):
     """The first of eight rows is being promoted; the other seven are in memory."""
     world.put(chain(7, start=1))
     world.remote.fill(chain(1))
-    world.remote.held = {"load"}
-    world.remote.open.clear()
+    world.remote.hold("load")
     world.lookup(chain(8))
     await until(lambda: world.remote.num_waiting == 1)
     answer = world.lookup(chain(8))

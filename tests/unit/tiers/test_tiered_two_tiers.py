@@ -41,11 +41,9 @@ def with_disk(test):
 
 async def store_and_evict(world, keys) -> None:
     """Store rows and evict them from memory, so that only the lower tiers hold them."""
-    world.put(keys)
-    assert await world.store.drain(60)
+    await world.write(keys)
     world.store.memory.release(LEASE)
-    world.put(chain(16, start=50))
-    assert await world.store.drain(60)
+    await world.write(chain(16, start=50))
 
 
 @with_disk
@@ -53,8 +51,7 @@ async def test_lookup_sends_a_single_probe_per_tier(world, folder):
     await store_and_evict(world, chain(2))
     world.remote.objects.clear()
     world.remote.fill(chain(4))
-    world.remote.held = {"probe"}
-    world.remote.open.clear()
+    world.remote.hold("probe")
     while world.lookup(chain(6)).num_resident < 2:  # rows on disk are resident before the remote tier answers
         assert world.lookup(chain(6)).is_probing
         await asyncio.sleep(0.001)  # real time: polls
@@ -78,8 +75,7 @@ async def test_damaged_rows_on_disk_are_promoted_from_remote(world, folder):
 @with_disk
 async def test_concurrent_lookups_of_a_missing_chunk_load_its_columns_once(world, folder):
     world.remote.fill(chain(1))
-    world.remote.held = {"load"}
-    world.remote.open.clear()
+    world.remote.hold("load")
     for request in range(50):
         world.lookup(chain(1), str(request))
     await until(lambda: world.remote.num_waiting)
@@ -94,8 +90,7 @@ async def test_concurrent_lookups_of_a_missing_chunk_load_its_columns_once(world
 @with_disk
 async def test_requests_with_a_common_tail_promote_the_tail_once(world, folder):
     world.remote.fill(chain(4))
-    world.remote.held = {"probe"}
-    world.remote.open.clear()
+    world.remote.hold("probe")
     for head in range(4):
         assert world.lookup(chain(4)[head:], str(head)).is_probing
     world.remote.open.set()
@@ -130,8 +125,7 @@ async def test_hung_tier_does_not_delay_writes_to_the_other_tier(first):
 @in_a_loop
 async def test_hung_tier_is_skipped_until_its_next_answer():
     async with TwoTierWorld() as world:
-        world.disk.held = {"probe"}
-        world.disk.open.clear()
+        world.disk.hold("probe")
         world.remote.fill(chain(1, start=7))
         assert world.lookup(chain(1)).is_probing
         await until(lambda: world.disk.num_waiting)
@@ -148,8 +142,7 @@ async def test_hung_tier_is_skipped_until_its_next_answer():
 
 @run
 async def test_cancelled_drain_does_not_cancel_writes(world):
-    world.remote.held = {"store"}
-    world.remote.open.clear()
+    world.remote.hold("store")
     world.put(chain(2))
     draining = asyncio.create_task(world.store.drain(60))
     await until(lambda: world.remote.num_waiting)

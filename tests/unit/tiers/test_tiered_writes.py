@@ -37,8 +37,7 @@ async def test_commit_is_all_or_nothing(world):
 
 @run
 async def test_promoted_tail_is_evicted_before_the_head_of_its_request(world):
-    world.put(chain(4), request="request")
-    assert await world.store.drain(60)
+    await world.write(chain(4), request="request")
     world.remote.fill(chain(4, start=4))
     world.remote.open.clear()
     assert world.lookup(chain(8)).is_probing
@@ -53,11 +52,9 @@ async def test_promoted_tail_is_evicted_before_the_head_of_its_request(world):
 @run
 async def test_rows_without_a_request_are_evicted_tail_first_per_call(world):
     world.put(chain(8))
-    world.put(chain(8, start=50))
-    assert await world.store.drain(60)
+    await world.write(chain(8, start=50))
     for num_left in reversed(range(8)):
-        world.put(chain(1, start=1000 + num_left))
-        assert await world.store.drain(60)
+        await world.write(chain(1, start=1000 + num_left))
         assert [key for key in chain(8) if world.store.memory.is_resident(key)] == chain(num_left)
         assert all(map(world.store.memory.is_resident, chain(8, start=50)))
 
@@ -67,8 +64,7 @@ async def test_rows_without_a_request_are_evicted_tail_first_per_call(world):
 
 @run
 async def test_hits_refresh_lower_copies_once_per_period(world):
-    world.put(chain(3))
-    assert await world.store.drain(60)
+    await world.write(chain(3))
     for _ in range(2):
         assert world.lookup(chain(4)).num_resident == 3
         await until(lambda: not world.store._refresh._latest)
@@ -87,8 +83,7 @@ async def test_copies_are_refreshed_four_times_per_residence(world):
         assert world.lookup(chain(1)).num_resident == 1
         await until(lambda: not world.store._refresh._latest)
 
-    world.put(chain(1))
-    assert await world.store.drain(60)
+    await world.write(chain(1))
     world.remote.residence_seconds = 120.0
     await hit(29)
     await hit(1)
@@ -115,8 +110,7 @@ async def test_row_on_its_previous_shard_is_written_to_the_current_shard(world):
 @run
 async def test_private_row_is_not_written_with_a_shared_row_of_the_same_hit(world):
     private = b"p" * 64
-    world.put([*chain(1), private])
-    assert await world.store.drain(60)
+    await world.write([*chain(1), private])
     world.now += REFRESH_SECONDS
     assert world.lookup([*chain(1), private]).num_resident == 2
     await until(lambda: not world.store._refresh._latest)
