@@ -60,9 +60,23 @@ def copier(layout):
     copier.close()
 
 
+def new_slots():
+    return pages(2 * ROW_BYTES).reshape(2, ROW_BYTES)
+
+
 @pytest.fixture
 def slots():
-    return pages(2 * ROW_BYTES).reshape(2, ROW_BYTES)
+    return new_slots()
+
+
+def pin(copier, slots, num_rows=2):
+    copier.prepare(slots, num_rows)
+    assert copier.pins.wait(60)
+
+
+def clear(layout):
+    for pages_ in layout.pages:
+        pages_[TABLE] = 0
 
 
 def row_of(layout):
@@ -79,8 +93,7 @@ def test_stored_row_holds_the_blocks_in_order(copier, layout, slots):
 @pytest.mark.parametrize("is_pinned", [False, True])
 def test_load_restores_its_blocks_and_changes_no_other_byte(copier, layout, slots, is_pinned):
     if is_pinned:
-        copier.prepare(slots, 2)
-        assert copier.pins.wait(60)
+        pin(copier, slots)
         assert copier.pins.pinned_bytes == slots.nbytes
     copier.store(3, slots[0], TABLE, copier.fence())
     expected = [pages.clone() for pages in layout.pages]
@@ -97,8 +110,7 @@ def test_load_restores_its_blocks_and_changes_no_other_byte(copier, layout, slot
 def test_rows_are_loaded_by_several_threads_concurrently(copier, layout, slots):
     copier.store(3, slots[0], TABLE, copier.fence())
     expected = [pages.clone() for pages in layout.pages]
-    for pages_ in layout.pages:
-        pages_[TABLE] = 0
+    clear(layout)
     todo, fence = iter(range(0, BLOCKS_PER_ROW, 2)), copier.fence()
 
     def work():
@@ -112,8 +124,7 @@ def test_rows_are_loaded_by_several_threads_concurrently(copier, layout, slots):
 
 def test_store_waits_for_the_work_before_its_fence(copier, context, layout, memory, slots):
     """The forward pass may still be queued when its stores are requested."""
-    copier.prepare(slots, 2)  # a copy of other memory may hold the driver until the gate opens
-    assert copier.pins.wait(60)
+    pin(copier, slots)  # a copy of other memory may hold the driver until the gate opens
     compute = GpuStream(context, 0)
     with gate(context) as forward, futures.ThreadPoolExecutor(2) as threads:
         forward.hold(compute)
@@ -132,8 +143,7 @@ def test_store_waits_for_the_work_before_its_fence(copier, context, layout, memo
 def test_load_waits_for_the_work_before_its_fence(copier, context, layout, memory, slots):
     """Queued attention may still read the current content of the blocks."""
     slots[0] = 9
-    copier.prepare(slots, 2)  # a copy of other memory may hold the driver until the gate opens
-    assert copier.pins.wait(60)
+    pin(copier, slots)  # a copy of other memory may hold the driver until the gate opens
     compute = GpuStream(context, 0)
     with gate(context) as forward, futures.ThreadPoolExecutor(1) as threads:
         forward.hold(compute)
@@ -165,8 +175,7 @@ def test_copies_beyond_the_kv_or_the_slot_are_refused(copier, slots, blocks):
 
 @pytest.mark.parametrize("function", ["cuStreamWaitEvent", "cuMemcpyBatchAsync"])
 def test_failed_copy_has_ended_and_the_next_copy_succeeds(copier, layout, slots, simulated, function):
-    copier.prepare(slots, 2)
-    assert copier.pins.wait(60)
+    pin(copier, slots)
     simulated.order(f"fail {function} 1 999")
     with pytest.raises(CudaError, match=function):
         copier.store(3, slots[0], TABLE, copier.fence())
@@ -177,8 +186,7 @@ def test_failed_copy_has_ended_and_the_next_copy_succeeds(copier, layout, slots,
 
 def test_copies_continue_without_registration(copier, layout, slots, simulated):
     simulated.order("fail cuMemHostRegister_v2 * 2")
-    copier.prepare(slots, 2)
-    assert copier.pins.wait(60)
+    pin(copier, slots)
     assert copier.pins.failures == 1
     copier.store(3, slots[1], TABLE, copier.fence())
     np.testing.assert_array_equal(slots[1], row_of(layout))
@@ -196,13 +204,12 @@ def test_rows_are_copied_during_the_pauses_between_registrations(copier, layout,
         pause(pins, seconds)
 
     monkeypatch.setattr(Pins, "_pause", note_and_pause)
-    slots = pages(2 * ROW_BYTES).reshape(2, ROW_BYTES)
+    slots = new_slots()
     copier.prepare(slots, 2)
     assert paused.wait(60)
     copier.store(3, slots[0], TABLE, copier.fence())
     np.testing.assert_array_equal(slots[0], row_of(layout))
-    for pages_ in layout.pages:
-        pages_[TABLE] = 0
+    clear(layout)
     copier.load([RowLoad(3, slots[0], 0, TABLE)], copier.fence())
     np.testing.assert_array_equal(slots[0], row_of(layout))
     assert copier.pins.pinned_bytes == PAGE_BYTES
@@ -215,24 +222,21 @@ def test_memory_is_pinned_while_the_engine_captures_graphs(copier, context, simu
         register = other_thread.submit(context.call, "cuMemHostRegister", slots.ctypes.data, ROW_BYTES, 0)
         with pytest.raises(CudaError, match="CAPTURE_UNSUPPORTED"):
             register.result()
-    copier.prepare(slots.reshape(1, ROW_BYTES), 1)
-    assert copier.pins.wait(60)
+    pin(copier, slots.reshape(1, ROW_BYTES), 1)
     assert (copier.pins.pinned_bytes, copier.pins.failures) == (ROW_BYTES, 0)
 
 
 def test_memory_that_is_not_pinned_is_copied_in_single_pieces(copier, layout, simulated):
-    slots = pages(2 * ROW_BYTES).reshape(2, ROW_BYTES)
+    slots = new_slots()
     single_copies, batches = simulated.count("single_copies"), simulated.count("batches")
     copier.store(3, slots[0], TABLE, copier.fence())
     np.testing.assert_array_equal(slots[0], row_of(layout))
-    for pages_ in layout.pages:
-        pages_[TABLE] = 0
+    clear(layout)
     copier.load([RowLoad(3, slots[0], 0, TABLE)], copier.fence())
     np.testing.assert_array_equal(slots[0], row_of(layout))
     assert simulated.count("batches") == batches
     assert (pieces := simulated.count("single_copies")) > single_copies
-    copier.prepare(slots, 2)
-    assert copier.pins.wait(60)
+    pin(copier, slots)
     copier.store(3, slots[1], TABLE, copier.fence())
     np.testing.assert_array_equal(slots[1], row_of(layout))
     assert (simulated.count("batches") - batches, simulated.count("single_copies")) == (1, pieces)
@@ -240,16 +244,13 @@ def test_memory_that_is_not_pinned_is_copied_in_single_pieces(copier, layout, si
 
 def test_mapping_is_unpinned_after_its_last_copy(copier, simulated):
     """The two copying threads switch to a new session one after the other."""
-    old, new = (pages(2 * ROW_BYTES).reshape(2, ROW_BYTES) for _ in range(2))
-    copier.prepare(old, 2)
-    assert copier.pins.wait(60)
+    old, new = (new_slots() for _ in range(2))
+    pin(copier, old)
     slot_of_a_copy = old[1]
-    copier.prepare(new, 1)
-    assert copier.pins.wait(60)
+    pin(copier, new, 1)
     del old
     assert simulated.count("pinned_bytes") == 2 * ROW_BYTES, "a copy of the old mapping is in progress"
-    copier.prepare(new, 2)
-    assert copier.pins.wait(60)
+    pin(copier, new)
     assert simulated.count("pinned_bytes") == 4 * ROW_BYTES
     del slot_of_a_copy
     gc.collect()
@@ -281,11 +282,9 @@ def test_close_waits_for_another_thread_that_unpins(layout, simulated, monkeypat
 
 
 def test_released_rows_are_unpinned_before_release_is_reported(copier, simulated):
-    old, new = (pages(2 * ROW_BYTES).reshape(2, ROW_BYTES) for _ in range(2))
-    copier.prepare(old, 2)
-    assert copier.pins.wait(60)
-    copier.prepare(new, 2)
-    assert copier.pins.wait(60)
+    old, new = (new_slots() for _ in range(2))
+    pin(copier, old)
+    pin(copier, new)
     copier.prepare(new, 0, True)
     assert simulated.count("pinned_bytes") == 0, "no copy of any mapping is in progress"
     copier.prepare(new, 2, True)
@@ -294,9 +293,8 @@ def test_released_rows_are_unpinned_before_release_is_reported(copier, simulated
 
 
 def test_release_of_rows_that_stay_pinned_is_never_reported(copier, monkeypatch):
-    old, new = (pages(2 * ROW_BYTES).reshape(2, ROW_BYTES) for _ in range(2))
-    copier.prepare(old, 2)
-    assert copier.pins.wait(60)
+    old, new = (new_slots() for _ in range(2))
+    pin(copier, old)
 
     def refuse(function: str, *arguments: object) -> object:
         if function == "cuMemHostUnregister":

@@ -70,28 +70,6 @@ def test_waiting_thread_releases_the_gil(context, stream):
         assert not waiter.is_alive()
 
 
-def test_stream_waits_for_an_event_of_another_stream(context, stream, memory, host):
-    """A store waits for the forward pass in the same way: it has only the raw handle of the other stream."""
-    engine, fence = GpuStream(context), GpuEvent(context)
-    with gate(context) as closed_gate:
-        closed_gate.hold(engine)
-        raw = GpuStream(context, int(engine.raw))
-        context.call("cuMemsetD8Async", memory, 7, SIZE, raw.raw)
-        fence.record(raw)
-        context.call("cuMemsetD8Async", memory + SIZE // 2, 9, SIZE // 2, raw.raw)  # may run before the copy
-        stream.wait(fence)
-        batch(host.ctypes.data, memory, SIZE).submit(stream)
-        raw.close()
-        assert not host.any()
-        closed_gate.open()
-        stream.synchronize()
-        assert (host[: SIZE // 2] == 7).all()
-        assert set(host[SIZE // 2 :].tolist()) <= {7, 9}
-    engine.synchronize()
-    engine.close()
-    fence.close()
-
-
 def test_event_waits_for_its_latest_record(context, stream):
     event = GpuEvent(context)
     assert is_done(context, event)  # it was never recorded
@@ -116,25 +94,3 @@ def test_work_of_a_closed_stream_still_runs(context, memory, host):
         event.synchronize()
     assert (host == 1).all()
     event.close()
-
-
-def test_calls_work_on_any_thread(context, memory, host):
-    errors = []
-
-    def copy(part):
-        stream = GpuStream(context)
-        try:
-            batch(host.ctypes.data + part * 4096, memory, 4096).submit(stream)
-            stream.synchronize()
-        except Exception as error:
-            errors.append(error)
-        stream.close()
-
-    threads = [threading.Thread(target=copy, args=(part,)) for part in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not errors
-    assert (host[: 8 * 4096] == 1).all()
-    assert not host[8 * 4096 :].any()
