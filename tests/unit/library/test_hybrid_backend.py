@@ -6,7 +6,6 @@ import torch
 from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend import remote_backend
 from lmcache.storage_backend.hybrid_backend import LMCHybridBackend
-from lmcache.storage_backend.local_backend import LMCLocalBackend
 from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend
 from lmcache_store.tiers.disk.tier import DiskTier
 from testing.child_process import wait_until
@@ -112,14 +111,6 @@ def test_fetch_does_not_undo_a_concurrent_put(backend, connector, monkeypatch):
     monkeypatch.setattr(connector, "get", put_during_fetch)
     backend.get(key("a"))
     check([backend.get(key("a"))], ["b"])
-
-
-def test_pipelined_option_selects_the_pipelined_backend(connector):
-    for pipelined in (False, True):
-        backend = open_backend(pipelined_backend=pipelined)
-        assert isinstance(backend.local_store, LMCLocalBackend)
-        assert isinstance(backend.remote_store, LMCPipelinedRemoteBackend) == pipelined
-        backend.close()
 
 
 def test_defect_11_failed_remote_backend_leaves_no_threads_or_locks(connector, tmp_path):

@@ -5,7 +5,6 @@ import inspect
 from typing import Any
 
 import pytest
-import redis
 import torch
 
 from lmcache.cache_engine import LMCacheEngine, LMCacheEngineBuilder
@@ -19,7 +18,6 @@ from tests.harness.library.kv_cache import (
     make_metadata,
     make_tokens,
 )
-from tests.harness.library.small_redis import SmallRedis
 
 BACKEND = "config metadata dst_device='cuda'"
 QUEUED = {
@@ -224,23 +222,10 @@ def test_calls_of_the_vllm_integration():
     assert LMCacheEngineBuilder.get("vllm-instance") is None
 
 
-class SmallSentinel:
-    def __init__(self, hosts_and_ports, socket_timeout):
-        self.redis = SmallRedis("", "")
-
-    def master_for(self, service_name, socket_timeout):
-        return self.redis
-
-
-URLS = ("redis://localhost:6379", "redis-sentinel://localhost:26379")
-
-
 @pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
-@pytest.mark.parametrize("backend", ["cpu", "cuda", "file://local_disk/", *URLS])
+@pytest.mark.parametrize("backend", ["cpu", "cuda", "file://local_disk/"])
 def test_engine_works_with_the_legacy_configuration(tmp_path, monkeypatch, backend, fmt):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(redis, "Redis", SmallRedis)
-    monkeypatch.setattr(redis, "Sentinel", SmallSentinel)
     config = LMCacheEngineConfig.from_legacy(chunk_size=CHUNK, backend=backend, max_local_cache_size=1 / 64)
     shape = make_metadata().kv_shape
     engine = LMCacheEngine(config, LMCacheEngineMetadata("test_model", 3, 123, fmt, torch.bfloat16, shape))

@@ -36,11 +36,15 @@ pytestmark = pytest.mark.usefixtures("no_prober")
 def check_unavailable(tier: DiskTier) -> None:
     """Check that all operations fail at once."""
     assert tier.health.is_open
-    with pytest.raises(TierUnavailableError):
-        store(tier, 99)
-    with pytest.raises(TierUnavailableError):
-        load(tier, 1)
-    for operation in (tier.contains, tier.remove):
+    object_id = ObjectId(key_of(1), 0)
+    for operation in (
+        lambda: store(tier, 99),
+        lambda: load(tier, 1),
+        lambda: tier.contains(object_id),
+        lambda: tier.remove(object_id),
+        lambda: tier.probe([key_of(1)], 1),
+        lambda: tier.touch([key_of(1)], 1),
+    ):
         with pytest.raises(TierUnavailableError):
             operation(ObjectId(key_of(1), 0))
     with pytest.raises(TierUnavailableError):

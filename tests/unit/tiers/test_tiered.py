@@ -5,7 +5,6 @@ import gc
 import weakref
 
 from lmcache_store.tiers.memory.contracts import LookupResult
-from lmcache_store.tiers.stats import Removal
 from lmcache_store.tiers.tiered.store import TieredStore
 from tests.harness.loops import in_a_loop
 from tests.harness.tiers.chains import one_chain
@@ -17,7 +16,6 @@ from tests.harness.tiers.tiered_world import (
     FakeTier,
     World,
     chain,
-    content,
     run,
     until,
 )
@@ -161,37 +159,6 @@ async def test_absent_keys_are_probed_once_per_interval(world):
     assert world.remote.calls["probe"] == 1
     world.now += 1.5
     assert world.lookup(chain(2)).is_probing
-
-
-@run
-async def test_groups_of_a_request_are_looked_up_separately_under_a_shared_lease(world):
-    first, second = chain(4), chain(4, start=50)
-    await world.write([*first, *second[:2]])
-    for column in range(2):
-        world.remote.objects[second[2], column] = content(second[2], column)
-    assert world.lookup(first) == LookupResult(4, 4)
-    assert world.lookup(second) == LookupResult(2, 2, is_probing=True)
-    assert world.store.memory.num_leased == 6
-    await until(lambda: world.lookup(second) == LookupResult(3, 3))
-    world.store.memory.release(LEASE)
-    assert world.store.memory.num_leased == 0
-
-
-@in_a_loop
-async def test_adopted_rows_are_verified_before_use():
-    async with World() as world:
-        await world.write(chain(5))
-        slots = world.slots(chain(5))
-    world.arena.view(slots[2].row, 1)[77] ^= 1
-    async with World(arena=world.arena) as world:
-        assert world.lookup(chain(5)) == LookupResult(num_pending=5)
-        await world.until_resident(chain(2))
-        await until(lambda: not world.store._promotions._pending)
-        answer = world.lookup(chain(5))
-        assert (answer.num_resident, answer.num_pending) == (2, 0)
-        assert answer.is_probing  # a row damaged in memory may be intact in a lower tier
-        assert world.store.memory.stats.verified == 4
-        assert world.store.memory.stats.removed[Removal.INVALID] == 1
 
 
 def test_closed_store_is_released_by_its_tiers():
