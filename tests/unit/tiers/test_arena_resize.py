@@ -5,7 +5,7 @@ import pytest
 from lmcache_store.tiers.memory.arena import ArenaFile
 from lmcache_store.tiers.memory.contracts import Geometry
 from lmcache_store.tiers.memory.tier import MemoryTier
-from tests.harness.tiers.arenas import Growing, mapped_column, shm_path, tier_over
+from tests.harness.tiers.arenas import Growing, shm_path, tier_over
 from tests.harness.tiers.chains import one_chain
 
 __all__ = ["shm_path"]
@@ -61,23 +61,6 @@ def test_shrinking_frees_memory_and_growth_populates_new_memory(growing, tier):
     growing.grow_to(arena.num_rows)
     assert not arena.has_surplus
     assert growing.taken_bytes() == before
-
-
-def test_client_reads_zeros_in_freed_slots(growing, tier):
-    fill(tier)
-    arena = growing.arena
-    mapped = mapped_column(arena, 1)
-    last = arena.num_rows - 1
-    slot = tier.lookup((b"e" * 16, "r"), one_chain([last.to_bytes(64, "big")])).slots[0]
-    assert mapped.slots[last, :4].tobytes() == last.to_bytes(4, "big")
-    tier.release((b"e" * 16, "r"))
-    tier.vacate(arena.rows_within(CAPACITY // 2))
-    before = growing.taken_bytes()
-    arena.resize(CAPACITY // 2)
-    arena.release_surplus()
-    growing.wait_for(lambda: growing.taken_bytes() < before - CAPACITY // 3)
-    assert not mapped.slots[last].any()
-    assert not mapped.holds(slot)
 
 
 def test_memory_is_freed_only_by_release_surplus(growing, tier):
@@ -194,23 +177,6 @@ class TestSmallerThanItsFile:
         growing.wait_for(lambda: growing.taken_bytes() < CAPACITY // 8 and arena.growth_error is not None)
         available[0] = 1 << 40
         growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
-
-    def test_surplus_of_an_earlier_process_is_freed_only_by_release_surplus(self, growing):
-        arena = growing.arena
-        arena.format(GEOMETRY)
-        arena.resize(CAPACITY // 2)
-        growing.start_at(CAPACITY // 2)
-        num_rows, before = arena.ready_rows, growing.taken_bytes()
-        arena.view(num_rows - 1, 1, 4)[:] = b"last"
-        arena.close()
-        growing.arena = arena = ArenaFile(arena.path, CAPACITY, target_bytes=CAPACITY // 4)
-        arena.start(growing.note_change)
-        growing.wait_for(lambda: 0 < arena.ready_rows == arena.target_rows)
-        assert arena.has_surplus
-        assert growing.taken_bytes() == before
-        assert bytes(arena.view(num_rows - 1, 1, 4)) == b"last"
-        arena.release_surplus()
-        growing.wait_for(lambda: self.has_settled_at(growing, CAPACITY // 4))
 
     def test_restart_without_surplus_marks_only_populated_rows_as_filled(self, growing):
         arena = growing.arena

@@ -7,15 +7,13 @@ import pytest
 from lmcache_store.tiers.base import ObjectId, OwnerBound
 from lmcache_store.tiers.disk.file_formats import PIECE_BYTES, EncryptedFiles, PlainFiles
 from lmcache_store.tiers.disk.files import Directory
-from lmcache_store.tiers.disk.tier import DiskTier
 from lmcache_store.tiers.encryption.aes import AesGcm
 from lmcache_store.tiers.encryption.keys import EncryptionKeys
 from lmcache_store.tiers.encryption.pieces import OVERHEAD_BYTES
-from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError, TierUnavailableError
+from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError
 from lmcache_store.tiers.header import HEADER_BYTES, digests
 from lmcache_store.tiers.probing import num_leading
 from lmcache_store.tiers.tiered.tier_worker import _load_columns, _store_columns
-from testing.child_process import wait_until
 from tests.harness.tiers.disk_restarts import address_of
 from tests.harness.tiers.disk_world import MIB, PAGE, content, file_of, key_of, load, store, taken_bytes
 from tests.harness.tiers.encryption import cipher, flipped, keys
@@ -78,24 +76,6 @@ class TestTier:
         assert tier.indexed.wait(60)
         assert tier.used_bytes == taken_bytes(path)
 
-    def test_rotation_loses_no_hit_until_the_old_key_is_removed(self, path, restart):
-        used = cipher("disk", 1)
-        tier = restart(MIB, used)
-        assert store(tier, 1)
-        used.use(keys(1, 2))
-        assert store(tier, 2)
-        assert load(tier, 1) == content(1, PAGE)
-        assert load(tier, 2) == content(2, PAGE)
-        used.use(keys(2))
-        assert load(tier, 1) is None
-        assert load(tier, 2) == content(2, PAGE)
-        assert encrypted(path, 1).exists()
-        assert (tier.stats.key_absent, tier.stats.misses, tier.stats.invalid) == (1, 1, {})
-        assert store(tier, 1), "a row that can't be read is replaced"
-        assert load(tier, 1) == content(1, PAGE)
-        assert (tier.stats.stored, tier.stats.touched) == (3, 0)
-        assert tier.used_bytes == taken_bytes(path) == 2 * 3 * PAGE
-
     @pytest.mark.parametrize("is_restarted", [False, True])
     def test_one_store_replaces_all_columns_under_an_absent_key(self, path, restart, is_restarted):
         used, row = cipher("disk", 1), key_of(1)
@@ -117,15 +97,6 @@ class TestTier:
         assert tier.used_bytes == taken_bytes(path) == 3 * 3 * PAGE
         assert _store_columns(tier, row, payloads, b"", known, bound)
         assert tier.stats.touched == 3, "readable columns are not written again"
-
-    def test_file_stays_while_its_key_is_absent(self, path, restart):
-        tier = restart(MIB, cipher("disk", 1))
-        assert store(tier, 1)
-        tier = restart(MIB, cipher("disk", 2))
-        assert load(tier, 1) is None
-        assert not tier.health.is_open
-        tier = restart(MIB, cipher("disk", 1))
-        assert load(tier, 1) == content(1, PAGE)
 
     @pytest.mark.parametrize("reader", ["the right key", "a wrong key"])
     @pytest.mark.parametrize("damage", ["a flipped bit", "the file of another name", ""])
@@ -199,24 +170,6 @@ class TestTier:
         assert not tier.admits({ObjectId(key_of(4), 0): PAGE}, bound)
         assert tier.remove(ObjectId(key_of(1), 0))
         assert not tier.contains(ObjectId(key_of(1), 0))
-
-    def test_tier_without_a_key_writes_nothing_until_there_is_one(self, path):
-        used = AesGcm("disk")
-        used.problem = "add a key"
-        tier = DiskTier(path, MIB, used)
-        try:
-            assert (tier.health.is_open, tier.health.problem) == (True, "add a key")
-            with pytest.raises(TierUnavailableError):
-                store(tier, 1)
-            tier.health.probe()
-            assert tier.health.is_open
-            assert not [file for file in path.rglob("*") if file.is_file()]
-            used.use(keys(1))
-            wait_until(lambda: not tier.health.is_open)
-            assert store(tier, 1)
-            assert load(tier, 1) == content(1, PAGE)
-        finally:
-            tier.close()
 
     def test_padding_has_no_bytes_of_earlier_pieces(self, path):
         """A thread encrypts all its pieces in one buffer, and a shorter piece follows a longer one."""
