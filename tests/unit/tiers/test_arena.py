@@ -143,11 +143,6 @@ class TestFile:
         with pytest.raises(ArenaError, match="not the same file"):
             MappedColumn(path, 4096, 8 * MIB, 65536, 1)
 
-    def test_refuses_second_sidecar_on_the_same_file(self, opened, path):
-        opened()
-        with pytest.raises(ArenaError, match="in use by another sidecar"):
-            ArenaFile(path, 8 * MIB)
-
     def test_refuses_foreign_file_without_changing_its_bytes(self, path):
         path.write_bytes(b"precious" * 1024)
         with pytest.raises(ArenaError, match="not an arena"):

@@ -22,17 +22,6 @@ def written(world: World) -> set[bytes]:
 
 
 @run
-async def test_hit_writes_silently_lost_rows_within_the_refresh_period(world):
-    await world.write(chain(3))
-    world.remote.objects.pop((chain(3)[1], 1))
-    world.now += REFRESH_SECONDS
-    assert world.lookup(chain(3)).num_resident == 3
-    await until(lambda: not world.store._refresh._latest and len(world.remote.objects) == 6)
-    assert await world.store.drain(60)
-    assert world.lower.stats.written == 4  # present objects are only touched
-
-
-@run
 async def test_hits_of_all_groups_of_a_request_are_processed(world):
     """The groups are looked up separately under the same lease."""
     first, second = chain(2), chain(2, start=50)
