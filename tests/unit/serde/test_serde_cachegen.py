@@ -1,3 +1,4 @@
+import contextlib
 import math
 import zlib
 
@@ -91,15 +92,6 @@ def test_compresses_random_kv_by_three():
     assert len(make_serde()[0].to_bytes(kv)) * 3 < kv.nbytes
 
 
-def test_both_layouts_decode_to_the_same_values():
-    kv = torch.randn(2, 2, 9, 3, 8).half()
-    rows, heads = (
-        make_serde(fmt)[1].from_bytes(make_serde(fmt)[0].to_bytes(in_layout(kv, fmt)))
-        for fmt in ("vllm", "huggingface")
-    )
-    assert torch.equal(rows, heads.transpose(2, 3))
-
-
 def test_zeros_stay_zeros():
     serializer, deserializer = make_serde()
     assert not deserializer.from_bytes(serializer.to_bytes(torch.zeros(2, 2, 5, 2, 8).half())).any()
@@ -158,12 +150,10 @@ def test_hostile_payloads_give_a_container_error_or_a_tensor_of_the_shape(data):
     shape = data.draw(st.just(SHAPE) | st.lists(st.sampled_from([0, 1, 2, 5, 8, 2**31]), max_size=8))
     truncated = payload[: data.draw(st.integers(0, len(payload)))]
     for candidate in (payload, truncated, data.draw(st.binary(max_size=100))):
-        try:
+        with contextlib.suppress(ContainerError):
             tensor = read(candidate, shape)
-        except ContainerError:
-            continue
-        assert tensor.shape == torch.Size(shape)
-        assert tensor.numel() <= 8 * len(candidate)
+            assert tensor.shape == torch.Size(shape)
+            assert tensor.numel() <= 8 * len(candidate)
 
 
 def with_streams(streams, shape):
