@@ -1,8 +1,10 @@
 """KV caches of small models, and a backend with exactly the methods that the LMCache 0.1-0.3 API requires."""
 
+from collections.abc import Sequence
+
 import torch
 
-from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
+from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata, LMCacheMemPoolMetadata
 from lmcache.storage_backend.abstract_backend import LMCBackendInterface
 from lmcache.utils import CacheEngineKey, KVCache
 
@@ -18,6 +20,14 @@ def make_config(local_device: str | None = "cpu", **changes: object) -> LMCacheE
 
 def make_metadata(fmt: str = "vllm") -> LMCacheEngineMetadata:
     return LMCacheEngineMetadata("org/model", 1, 0, fmt, torch.float16, (LAYERS, 2, CHUNK, HEADS, HEAD_SIZE))
+
+
+def make_pool(
+    num_chunks: float = 4096, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.float16
+) -> LMCacheMemPoolMetadata:
+    """A pool for this many full chunks of ``make_chunk``, by default 64 MiB."""
+    size = num_chunks * make_chunk().nbytes / 1024**3
+    return LMCacheMemPoolMetadata(torch.Size(shape or make_metadata().kv_shape), dtype, size)
 
 
 def make_tokens(num_tokens: int, seed: int = 0) -> torch.Tensor:

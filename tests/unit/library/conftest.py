@@ -2,11 +2,10 @@
 
 import pytest
 
-from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend import remote_backend
 from lmcache.storage_backend.local_backend import LMCLocalBackend, LMCLocalDiskBackend
 from tests.harness.library.dict_connector import DictConnector
-from tests.harness.library.kv_cache import FORMATS, make_chunk, make_config, make_metadata
+from tests.harness.library.kv_cache import FORMATS, make_config, make_pool
 
 REMOTE = {"remote_url": "lm://localhost:1", "remote_serde": "safetensor"}
 KINDS = {
@@ -50,9 +49,7 @@ def make_backend(request, tmp_path):
         kind, device = LMCLocalBackend, "cpu"
         if request.param == "disk":
             kind, device = LMCLocalDiskBackend, str(tmp_path / "cache")
-        size = num_chunks * make_chunk().nbytes / 1024**3
-        pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, make_chunk().dtype, size)
-        backends.append(kind(make_config(device), pool, "cpu"))
+        backends.append(kind(make_config(device), make_pool(num_chunks), "cpu"))
         return backends[-1]
 
     yield make

@@ -1,7 +1,5 @@
 """Methods that a backend inherits."""
 
-import logging
-
 import pytest
 import torch
 
@@ -54,12 +52,3 @@ def test_batched_get_returns_chunks_in_order_and_lazily():
     assert next(answers) is None
     assert next(answers) == torch.tensor(2)
     assert list(answers) == []
-
-
-def test_batched_methods_log_no_line_per_call(monkeypatch):
-    lines: list[object] = []
-    monkeypatch.setattr(logging.Logger, "info", lambda *arguments: lines.append(arguments))
-    backend = DictBackend()
-    assert backend.batched_put([("a", torch.ones(1))]) == 1
-    assert list(backend.batched_get(["a"])) == [torch.ones(1)]
-    assert not lines

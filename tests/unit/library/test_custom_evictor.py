@@ -5,7 +5,6 @@ from collections import OrderedDict
 import pytest
 
 from lmcache.cache_engine import LMCacheEngine
-from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend.evictor import BaseEvictor, DummyEvictor, LRUEvictor, PutStatus
 from lmcache.storage_backend.local_backend import LMCLocalDiskBackend
 from tests.harness.library.kv_cache import (
@@ -16,6 +15,7 @@ from tests.harness.library.kv_cache import (
     make_key,
     make_kv,
     make_metadata,
+    make_pool,
     make_tokens,
 )
 from tests.harness.loops import in_threads
@@ -178,8 +178,7 @@ def test_concurrent_calls_keep_the_dictionary_consistent(make_backend):
 
 def test_missed_read_does_not_remove_a_concurrently_put_chunk(tmp_path, monkeypatch):
     """If the read dropped the chunk, the evictor would never see its file again."""
-    pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, make_chunk().dtype, 8 * CHUNK_BYTES / 1024**3)
-    backend = LMCLocalDiskBackend(make_config(str(tmp_path / "cache")), pool, "cpu")
+    backend = LMCLocalDiskBackend(make_config(str(tmp_path / "cache")), make_pool(8), "cpu")
     backend.evictor = MostRecent(4)
     load = backend._tier.load
 
@@ -197,12 +196,11 @@ def test_missed_read_does_not_remove_a_concurrently_put_chunk(tmp_path, monkeypa
 
 
 def test_files_of_an_earlier_process_are_evicted_first(tmp_path):
-    size = 4 * CHUNK_BYTES / 1024**3
-    pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, make_chunk().dtype, size)
-    previous = LMCLocalDiskBackend(make_config(str(tmp_path / "cache")), pool, "cpu")
+    config, pool = make_config(str(tmp_path / "cache")), make_pool(4)
+    previous = LMCLocalDiskBackend(config, pool, "cpu")
     put(previous, "abcd")
     previous.close()
-    backend = LMCLocalDiskBackend(make_config(str(tmp_path / "cache")), pool, "cpu")
+    backend = LMCLocalDiskBackend(config, pool, "cpu")
     assert backend.get(make_key("a")) is not None  # the backend knows the file from now on
     backend.evictor = MostRecent(4)
     put(backend, "ef")

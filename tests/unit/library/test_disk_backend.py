@@ -7,11 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend.local_backend import LMCLocalDiskBackend, save_disk
 from lmcache_store.tiers.base import ObjectId
 from testing.child_process import wait_until
-from tests.harness.library.kv_cache import CHUNK, make_chunk, make_config, make_key, make_metadata
+from tests.harness.library.kv_cache import CHUNK, make_chunk, make_config, make_key, make_pool
 
 
 @pytest.fixture
@@ -19,8 +18,8 @@ def open_backend(tmp_path):
     """Open backends on one directory, and close them at teardown."""
     with contextlib.ExitStack() as stack:
 
-        def make(shape=None, dtype: torch.dtype = torch.float16, size=1 / 16):
-            pool = LMCacheMemPoolMetadata(shape or make_metadata().kv_shape, dtype, size)
+        def make(*arguments, **options):
+            pool = make_pool(*arguments, **options)
             backend = LMCLocalDiskBackend(make_config(str(tmp_path)), pool, "cpu")
             return stack.enter_context(contextlib.closing(backend))
 
@@ -139,7 +138,7 @@ def test_save_disk_replaces_the_file_atomically(tmp_path):
 
 def test_directory_stays_within_its_limit(tmp_path, open_backend):
     shape = (1, 2, 1024, 32, 64)  # 8 MiB
-    backend = open_backend(shape, size=3 * 8 / 1024)
+    backend = open_backend((3 << 23) / make_chunk().nbytes, shape)
     assert backend.evictor.MAX_CACHE_SIZE == 3 << 23
     backend._tier.indexed.wait(60)
     for index in range(7):
@@ -217,7 +216,7 @@ def test_defect_12_unhealthy_disk_misses_and_recovers(backend, monkeypatch):
 
 
 def test_refuses_invalid_directories_and_devices():
-    pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, torch.float16, 1)
+    pool = make_pool()
     with pytest.raises(ValueError, match="directory"):
         LMCLocalDiskBackend(make_config(None), pool, "cpu")
     before = threading.active_count()

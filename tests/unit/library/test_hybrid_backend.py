@@ -3,20 +3,17 @@ import threading
 import pytest
 import torch
 
-from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend import remote_backend
 from lmcache.storage_backend.hybrid_backend import LMCHybridBackend
 from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend
 from lmcache_store.tiers.disk.tier import DiskTier
 from testing.child_process import wait_until
-from tests.harness.library.kv_cache import make_chunk, make_config, make_key, make_metadata
+from tests.harness.library.kv_cache import make_chunk, make_config, make_key, make_metadata, make_pool
 
 
 def open_backend(local_device: str = "cpu", **changes) -> LMCHybridBackend:
     options = {"remote_url": "lm://localhost:1", "remote_serde": "torch", **changes}
-    metadata = make_metadata()
-    pool = LMCacheMemPoolMetadata(metadata.kv_shape, metadata.kv_dtype, 1 / 16)
-    return LMCHybridBackend(make_config(local_device, **options), metadata, pool, "cpu")
+    return LMCHybridBackend(make_config(local_device, **options), make_metadata(), make_pool(), "cpu")
 
 
 @pytest.fixture(params=["cpu", "disk", "pipelined"])

@@ -3,21 +3,18 @@ import threading
 import pytest
 import torch
 
-from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend import queued_backend
 from lmcache.storage_backend.local_backend import LMCLocalBackend
 from lmcache.storage_backend.tensors import OutputPool
 from testing.child_process import wait_until
-from tests.harness.library.kv_cache import make_chunk, make_config, make_key, make_metadata
+from tests.harness.library.kv_cache import make_chunk, make_config, make_key, make_pool
 from tests.harness.loops import in_threads
 
 CHUNK_BYTES = make_chunk().nbytes
 
 
-def make_backend(num_chunks: float = 64) -> LMCLocalBackend:
-    size = num_chunks * CHUNK_BYTES / 1024**3
-    pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, torch.float16, size)
-    return LMCLocalBackend(make_config(max_local_cache_size=size), pool, "cpu")
+def make_backend(**options) -> LMCLocalBackend:
+    return LMCLocalBackend(make_config(), make_pool(**options), "cpu")
 
 
 @pytest.fixture
@@ -51,12 +48,14 @@ def test_each_field_of_a_key_counts(backend):
         assert not backend.contains(other)
 
 
-def test_defect_03_large_results_share_no_memory_while_in_use(backend):
-    size = LMCacheMemPoolMetadata((1, 2, 4096, 4, 64), torch.float16, 1 / 16)
-    backend = LMCLocalBackend(make_config(), size, "cpu")
+def test_defect_03_large_results_share_no_memory_while_in_use():
+    backend = make_backend(shape=(1, 2, 4096, 4, 64))
     for seed in (1, 2):
         backend.put(make_key(str(seed)), torch.full((1, 2, 4096, 4, 64), seed, dtype=torch.float16))
-    part = backend.get(make_key("1"))[0, 1, 5]  # the view keeps its memory in use
+    whole = backend.get(make_key("1"))
+    assert whole is not None
+    part = whole[0, 1, 5]  # the view keeps its memory in use
+    del whole
     results = [backend.get(make_key("2")) for _ in range(6)]
     assert (part == 1).all()
     addresses = {result.data_ptr() for result in results}
@@ -97,7 +96,7 @@ def test_output_pool_is_safe_for_threads():
 def test_chunk_larger_than_a_full_chunk_is_dropped_and_counted():
     # A full chunk of 64 KiB uses a whole frame, so a larger chunk does not fit.
     shape = (1, 2, 128, 2, 64)
-    backend = LMCLocalBackend(make_config(), LMCacheMemPoolMetadata(shape, torch.float16, 1 / 16), "cpu")
+    backend = make_backend(shape=shape)
     backend.put(make_key("a"), torch.ones(shape, dtype=torch.float32))
     assert not backend.contains(make_key("a"))
     assert backend.num_faults == 1
@@ -147,9 +146,8 @@ def test_full_queue_blocks_puts(monkeypatch, backend):
 
 def test_defect_11_failed_and_unused_backends_leave_no_threads():
     before = threading.active_count()
-    pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, torch.float16, 1 / 16)
     with pytest.raises(RuntimeError):
-        LMCLocalBackend(make_config(), pool, "no such device")
+        LMCLocalBackend(make_config(), make_pool(), "no such device")
     backend = make_backend()
     backend.put(make_key("a"), make_chunk())
     assert threading.active_count() == before
