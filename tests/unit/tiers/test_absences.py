@@ -174,12 +174,6 @@ async def check_failed_load(world, request="request"):
 
 
 @run
-async def test_unavailable_is_a_row_whose_load_failed(world):
-    world.remote.fill([KEY])
-    await check_failed_load(world)
-
-
-@run
 async def test_a_damaged_copy_that_another_tier_replaced_is_forgotten(world):
     world.remote.fill([KEY])
     world.remote.stats.note_invalid(KEY, "checksum")

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -24,21 +23,6 @@ async def world_with_disk(folder: str | Path) -> AsyncIterator[World]:
     disk.close()
 
 
-def with_disk(test):
-    """Run an async test with a world over a new disk, and the disk's folder."""
-
-    def runner() -> None:
-        async def main(folder: str) -> None:
-            async with world_with_disk(folder) as world:
-                await test(world, Path(folder))
-
-        with tempfile.TemporaryDirectory() as folder:
-            asyncio.run(main(folder))
-
-    runner.__name__, runner.__doc__ = test.__name__, test.__doc__
-    return runner
-
-
 async def store_and_evict(world, keys) -> None:
     """Store rows and evict them from memory, so that only the lower tiers hold them."""
     await world.write(keys)
@@ -46,34 +30,38 @@ async def store_and_evict(world, keys) -> None:
     await world.write(chain(16, start=50))
 
 
-@with_disk
-async def test_lookup_sends_a_single_probe_per_tier(world, folder):
-    await store_and_evict(world, chain(2))
-    world.remote.objects.clear()
-    world.remote.fill(chain(4))
-    world.remote.hold("probe")
-    while world.lookup(chain(6)).num_resident < 2:  # rows on disk are resident before the remote tier answers
-        assert world.lookup(chain(6)).is_probing
-        await asyncio.sleep(0.001)  # real time: polls
-    world.remote.open.set()
-    await until(lambda: world.lower.stats.promoted == 2)
-    assert world.remote.calls["probe"] == 1
+@in_a_loop
+async def test_lookup_sends_a_single_probe_per_tier(tmp_path):
+    async with world_with_disk(tmp_path) as world:
+        await store_and_evict(world, chain(2))
+        world.remote.objects.clear()
+        world.remote.fill(chain(4))
+        world.remote.hold("probe")
+        while (
+            world.lookup(chain(6)).num_resident < 2
+        ):  # rows on disk are resident before the remote tier answers
+            assert world.lookup(chain(6)).is_probing
+            await asyncio.sleep(0.001)  # real time: polls
+        world.remote.open.set()
+        await until(lambda: world.lower.stats.promoted == 2)
+        assert world.remote.calls["probe"] == 1
 
 
-@with_disk
-async def test_damaged_rows_on_disk_are_promoted_from_remote(world, folder):
-    await store_and_evict(world, chain(3))
-    for path in folder.rglob(f"{chain(2)[1][32:].hex()}.*"):
-        damaged = bytearray(path.read_bytes())
-        damaged[5000] ^= 1
-        path.write_bytes(damaged)
-    await world.until_resident(chain(3))
-    assert world.store.lower["disk"].stats.promoted == 2
-    assert world.lower.stats.promoted == 1
+@in_a_loop
+async def test_damaged_rows_on_disk_are_promoted_from_remote(tmp_path):
+    async with world_with_disk(tmp_path) as world:
+        await store_and_evict(world, chain(3))
+        for path in tmp_path.rglob(f"{chain(2)[1][32:].hex()}.*"):
+            damaged = bytearray(path.read_bytes())
+            damaged[5000] ^= 1
+            path.write_bytes(damaged)
+        await world.until_resident(chain(3))
+        assert world.store.lower["disk"].stats.promoted == 2
+        assert world.lower.stats.promoted == 1
 
 
-@with_disk
-async def test_concurrent_lookups_of_a_missing_chunk_load_its_columns_once(world, folder):
+@run
+async def test_concurrent_lookups_of_a_missing_chunk_load_its_columns_once(world):
     world.remote.fill(chain(1))
     world.remote.hold("load")
     for request in range(50):
@@ -87,8 +75,8 @@ async def test_concurrent_lookups_of_a_missing_chunk_load_its_columns_once(world
     assert world.remote.calls["load"] == 2  # the two columns of the row
 
 
-@with_disk
-async def test_requests_with_a_common_tail_promote_the_tail_once(world, folder):
+@run
+async def test_requests_with_a_common_tail_promote_the_tail_once(world):
     world.remote.fill(chain(4))
     world.remote.hold("probe")
     for head in range(4):
