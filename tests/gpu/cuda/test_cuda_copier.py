@@ -184,14 +184,6 @@ def test_failed_copy_has_ended_and_the_next_copy_succeeds(copier, layout, slots,
     np.testing.assert_array_equal(slots[0], row_of(layout))
 
 
-def test_copies_continue_without_registration(copier, layout, slots, simulated):
-    simulated.order("fail cuMemHostRegister_v2 * 2")
-    pin(copier, slots)
-    assert copier.pins.failures == 1
-    copier.store(3, slots[1], TABLE, copier.fence())
-    np.testing.assert_array_equal(slots[1], row_of(layout))
-
-
 def test_rows_are_copied_during_the_pauses_between_registrations(copier, layout, monkeypatch):
     """One extent of several is pinned when the copies run."""
     paused = threading.Event()

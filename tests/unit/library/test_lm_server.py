@@ -47,15 +47,6 @@ def connector(server):
 # ---- with the connector ----
 
 
-def test_get_returns_the_set_object(connector):
-    payload = random.Random(1).randbytes(3 << 20)
-    assert connector.get(key(1)) is None
-    assert not connector.exists(key(1))
-    connector.set(key(1), payload)
-    assert connector.exists(key(1))
-    assert connector.get(key(1)) == payload
-
-
 def test_objects_may_be_empty_and_are_replaced(connector):
     connector.set(key(1), b"")
     assert connector.get(key(1)) == b""

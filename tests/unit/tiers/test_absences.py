@@ -51,14 +51,6 @@ async def test_not_stored_is_a_row_that_no_engine_committed(world):
 
 
 @run
-async def test_being_stored_is_a_row_with_a_writer(world):
-    world.fill([KEY], 0)
-    assert absence(world) is Absence.BEING_STORED
-    world.put(chain(1, start=1))
-    assert absence(world) is Absence.BEING_STORED
-
-
-@run
 async def test_a_request_that_stores_a_row_itself_did_not_find_it_being_stored(world):
     await put(world, [KEY])
     world.remote.objects.clear()
@@ -86,21 +78,6 @@ async def test_a_request_whose_store_is_refused_has_the_reason_of_before(world):
     world.store.reserve([KEY], 0, OWNER, length=SIZE, request="refused")
     assert world.store.absence(KEY, "refused") is Absence.EVICTED
     assert world.store.absence(KEY, "another") is Absence.STORE_REFUSED
-
-
-@run
-async def test_refused_is_a_row_for_which_all_rows_were_in_use(world):
-    world.fill(chain(16, start=1), 0)
-    world.store.reserve([KEY], 0, OWNER, length=SIZE)
-    assert absence(world) is Absence.STORE_REFUSED
-
-
-@run
-async def test_evicted_is_a_row_that_was_stored(world):
-    await put(world, [KEY])
-    world.remote.objects.clear()
-    await fill_memory(world)
-    assert absence(world) is Absence.EVICTED
 
 
 @run

@@ -30,6 +30,14 @@ def used(limit, num_bytes, folder=""):
     return {f"{folder}memory.max": f"{limit}\n", f"{folder}memory.current": f"{num_bytes}\n"}
 
 
+STAT = "anon 5\ninactive_file 30\nactive_file 7\nshmem 800\nfile 837\n"
+VERSION_1 = {
+    "memory/x/memory.limit_in_bytes": "700",
+    "memory/x/memory.usage_in_bytes": "800",
+    "memory/x/memory.stat": "inactive_file 1\ntotal_inactive_file 20\n",
+}
+
+
 class TestCapacityChecks:
     def test_error_names_missing_bytes_and_volume(self, path):
         with pytest.raises(ArenaError, match=rf"{path} needs 1024Ti more, its volume has"):
@@ -72,23 +80,8 @@ class TestCapacityChecks:
             pytest.param("0::/\n", used(1000, 400), 600, id="a limit"),
             pytest.param("0::/\n", used("max", 400), None, id="no limit"),
             pytest.param("0::/a/b\n", used(500, 450, "a/") | used(400, 50, "a/b/"), 50, id="of the parent"),
-            pytest.param(
-                "0::/\n",
-                used(1000, 900)
-                | {"memory.stat": "anon 5\ninactive_file 30\nactive_file 7\nshmem 800\nfile 837\n"},
-                137,
-                id="files are reclaimed",
-            ),
-            pytest.param(
-                "4:memory:/x\n",
-                {
-                    "memory/x/memory.limit_in_bytes": "700",
-                    "memory/x/memory.usage_in_bytes": "800",
-                    "memory/x/memory.stat": "inactive_file 1\ntotal_inactive_file 20\n",
-                },
-                -80,
-                id="version 1",
-            ),
+            pytest.param("0::/\n", used(1000, 900) | {"memory.stat": STAT}, 137, id="files are reclaimed"),
+            pytest.param("4:memory:/x\n", VERSION_1, -80, id="version 1"),
             pytest.param("", {}, None, id="no group"),
         ],
     )
