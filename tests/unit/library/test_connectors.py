@@ -31,14 +31,6 @@ from tests.harness.library.small_redis import SmallRedis
 KEY = "vllm@org/model@1@0@ab12"
 
 
-class OptionClient(SmallRedis):
-    """A client that records its arguments."""
-
-    def __init__(self, **options):
-        type(self).arguments = options
-        self.values, self.closed = {}, False
-
-
 @pytest.fixture(autouse=True)
 def _without_wrapper():
     GlobalConfig.set_debug(False)
@@ -101,20 +93,17 @@ def test_errors_never_show_the_password(url):
 # ---- creation ----
 
 
-def test_defect_19_database_user_and_password_reach_the_client(monkeypatch):
-    monkeypatch.setattr(redis, "Redis", OptionClient)
-    CreateConnector("rediss://user:pw@cache:6380/3")
-    assert 0 < OptionClient.arguments.pop("socket_timeout") <= 5
-    assert 0 < OptionClient.arguments.pop("socket_connect_timeout") <= 5
-    assert OptionClient.arguments.pop("retry").get_retries() == 1
-    assert OptionClient.arguments == {
-        "host": "cache",
-        "port": 6380,
-        "db": 3,
-        "username": "user",
-        "password": "pw",
-        "ssl": True,
-    }
+def test_defect_19_database_user_and_password_reach_the_client():
+    connector = CreateConnector("rediss://user:pw@cache:6380/3")
+    assert isinstance(connector, RedisConnector)
+    pool = connector.connection.connection_pool
+    assert pool.connection_class is redis.SSLConnection
+    options = pool.connection_kwargs
+    assert (options["host"], options["port"], options["db"]) == ("cache", 6380, 3)
+    assert (options["username"], options["password"]) == ("user", "pw")
+    assert 0 < options["socket_timeout"] <= 5
+    assert 0 < options["socket_connect_timeout"] <= 5
+    assert options["retry"].get_retries() == 1
 
 
 def test_does_not_retry_after_a_timeout():

@@ -66,22 +66,17 @@ async def test_encrypted_tier_moves_twice_as_many_rows_at_once(is_encrypted, exp
     remote.is_encrypted = is_encrypted
     remote.fill(chain(8))
     async with World(64, remote=remote) as world:
-        remote.open.clear()
-        try:
-            for held in ("load", "store"):
-                remote.held = {held}
-                if held == "load":
-                    world.lookup(chain(8))
-                else:
-                    world.put(chain(8, start=100))
-                await until(lambda: remote.num_waiting == expected)
-                assert remote.calls[held] == expected
-                remote.open.set()
-                await until(lambda: not remote.num_waiting)
-                await until(lambda: world.is_idle)
-                remote.open.clear()
-        finally:
+        for held in ("load", "store"):
+            remote.hold(held)
+            if held == "load":
+                world.lookup(chain(8))
+            else:
+                world.put(chain(8, start=100))
+            await until(lambda: remote.num_waiting == expected)
+            assert remote.calls[held] == expected
             remote.open.set()
+            await until(lambda: not remote.num_waiting)
+            await until(lambda: world.is_idle)
 
 
 @in_a_loop

@@ -12,7 +12,8 @@ from lmcache_store.tiers.tiered.tasks import Turns, Workers
 from tests.harness.loops import in_a_loop
 
 
-def test_tenants_take_turns_for_loads():
+@in_a_loop
+async def test_tenants_take_turns_for_loads():
     served: list[str] = []
 
     async def load(turns: Turns, tenant: str) -> None:
@@ -21,17 +22,14 @@ def test_tenants_take_turns_for_loads():
         await asyncio.sleep(0)
         turns.give_back()
 
-    async def run() -> None:
-        turns = Turns(1)
-        await turns.take("first")
-        flood = [asyncio.create_task(load(turns, "flood")) for _ in range(50)]
-        await asyncio.sleep(0)
-        quiet = [asyncio.create_task(load(turns, "quiet")) for _ in range(2)]
-        await asyncio.sleep(0)
-        turns.give_back()
-        await asyncio.gather(*flood, *quiet)
-
-    asyncio.run(run())
+    turns = Turns(1)
+    await turns.take("first")
+    flood = [asyncio.create_task(load(turns, "flood")) for _ in range(50)]
+    await asyncio.sleep(0)
+    quiet = [asyncio.create_task(load(turns, "quiet")) for _ in range(2)]
+    await asyncio.sleep(0)
+    turns.give_back()
+    await asyncio.gather(*flood, *quiet)
     assert served[:4] == ["flood", "quiet", "flood", "quiet"]
     assert len(served) == 52
 
@@ -62,7 +60,8 @@ async def test_cancelled_waits_lose_no_turn():
     await asyncio.wait_for(late, 60)
 
 
-def test_waits_that_time_out_at_once_take_constant_time_each():
+@in_a_loop
+async def test_waits_that_time_out_at_once_take_constant_time_each():
     num_waits, num_calls = 1000, 0
     files = {tasks.__file__, fair_queue.__file__}
 
@@ -70,29 +69,26 @@ def test_waits_that_time_out_at_once_take_constant_time_each():
         nonlocal num_calls
         num_calls += event == "call" and frame.f_code.co_filename in files
 
-    async def run() -> None:
-        turns = Turns(1)
-        await turns.take("flood")
-        waiting = [asyncio.create_task(turns.take("flood")) for _ in range(num_waits)]
-        quiet = asyncio.create_task(turns.take("quiet"))
-        await asyncio.sleep(0)
-        sys.setprofile(count)
-        try:
-            for task in waiting:
-                task.cancel()
-            await asyncio.wait(waiting)
-        finally:
-            sys.setprofile(None)
-        late = asyncio.create_task(turns.take("flood"))
-        await asyncio.sleep(0)
-        turns.give_back()
-        await asyncio.wait_for(quiet, 60)
-        assert not late.done()
-        turns.give_back()
-        await asyncio.wait_for(late, 60)
-        assert not turns._waiting, "tasks that left are not referenced"
-
-    asyncio.run(run())
+    turns = Turns(1)
+    await turns.take("flood")
+    waiting = [asyncio.create_task(turns.take("flood")) for _ in range(num_waits)]
+    quiet = asyncio.create_task(turns.take("quiet"))
+    await asyncio.sleep(0)
+    sys.setprofile(count)
+    try:
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+    finally:
+        sys.setprofile(None)
+    late = asyncio.create_task(turns.take("flood"))
+    await asyncio.sleep(0)
+    turns.give_back()
+    await asyncio.wait_for(quiet, 60)
+    assert not late.done()
+    turns.give_back()
+    await asyncio.wait_for(late, 60)
+    assert not turns._waiting, "tasks that left are not referenced"
     assert 0 < num_calls <= 10 * num_waits
 
 
