@@ -5,6 +5,7 @@ import random
 import pytest
 
 from lmcache_store.tiers.base import ObjectId, OwnerBound
+from lmcache_store.tiers.disk.file_formats import PIECE_BYTES
 from lmcache_store.tiers.disk.tier import DiskTier
 from lmcache_store.tiers.errors import DiskError
 from lmcache_store.tiers.header import HEADER_BYTES, digests, parse
@@ -20,8 +21,12 @@ from tests.harness.tiers.disk_world import (
     taken_bytes,
     temporaries,
 )
+from tests.harness.tiers.encryption import cipher
 
-SIZES = [0, 1, PAGE - 1, PAGE, PAGE + 1, 5 * PAGE, MIB + 7]
+SIZES = [
+    *(0, 1, PAGE - 1, PAGE, PAGE + 1, 5 * PAGE, MIB + 7),
+    *(PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES + PAGE),
+]
 
 
 @pytest.fixture
@@ -39,16 +44,19 @@ def numbers(tier: DiskTier) -> list[int]:
 class TestObjects:
     @pytest.mark.parametrize("size", SIZES)
     @pytest.mark.parametrize("shift", [0, 8], ids=["aligned", "unaligned"])
-    def test_loads_the_stored_bytes(self, tmp_path, size, shift):
-        tier = open_tier(tmp_path, 4 * MIB)
+    @pytest.mark.parametrize("used", [None, cipher("disk", 1)], ids=["plain", "encrypted"])
+    def test_loads_the_stored_bytes(self, path, restart, size, shift, used):
+        tier, object_id = restart(64 * MIB, used), ObjectId(key_of(1), 3)
         payload, into = (memoryview(mmap.mmap(-1, size + 2 * PAGE))[shift:][:size] for _ in range(2))
         payload[:] = random.randbytes(size)
-        assert tier.load(ObjectId(key_of(1), 3), into) is None
-        assert tier.store(ObjectId(key_of(1), 3), payload, b"label")
-        assert tier.load(ObjectId(key_of(1), 3), into).length == size
+        assert tier.load(object_id, into) is None
+        assert tier.store(object_id, payload, b"label")
+        loaded = tier.load(object_id, into)
+        assert (loaded.length, loaded.digests) == (size, digests(payload))
         assert into == payload
-        assert tier.used_bytes == taken_bytes(tmp_path)
-        tier.close()
+        assert tier.indexed.wait(60)
+        assert tier.used_bytes == taken_bytes(path)
+        assert tier.load(object_id, into, size + 1) is None, "another length is expected"
 
     def test_load_leaves_memory_beyond_the_payload_unchanged(self, tier):
         store(tier, 1, PAGE + 5)

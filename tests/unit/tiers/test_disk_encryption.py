@@ -14,12 +14,10 @@ from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError
 from lmcache_store.tiers.header import HEADER_BYTES, digests
 from lmcache_store.tiers.probing import num_leading
 from lmcache_store.tiers.tiered.tier_worker import _load_columns, _store_columns
-from tests.harness.tiers.disk_restarts import address_of
 from tests.harness.tiers.disk_world import MIB, PAGE, content, file_of, key_of, load, store, taken_bytes
 from tests.harness.tiers.encryption import cipher, flipped, keys
 from tests.harness.tiers.encryption import key_of as encryption_key_of
 
-SIZES = (0, 1, PAGE, PAGE + 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES + PAGE)
 MARKER_BYTES = HEADER_BYTES + OVERHEAD_BYTES
 encrypted = partial(file_of, is_encrypted=True)
 
@@ -59,23 +57,6 @@ def test_format_of_plain_files_refuses_an_encrypted_file(tmp_path):
 
 
 class TestTier:
-    @pytest.mark.parametrize("is_aligned", [False, True])
-    def test_payloads_of_any_length_are_read_as_written(self, path, restart, is_aligned):
-        tier = restart(64 * MIB, cipher("disk", 1))
-        memory = memoryview(bytearray(max(SIZES) + 2 * PAGE))
-        into = memory[-address_of(memory) % PAGE + (not is_aligned) :]
-        for number, size in enumerate(SIZES, 1):
-            payload = content(number, size)[:size]
-            object_id = ObjectId(key_of(number), 0)
-            assert tier.store(object_id, memoryview(payload), b"label")
-            loaded = tier.load(object_id, into, size)
-            assert (loaded.length, loaded.digests) == (size, digests(payload))
-            assert into[:size] == payload
-            assert tier.load(object_id, into, size + 1) is None, "another length is expected"
-            assert tier.store(object_id, memoryview(payload), b"label")
-        assert tier.indexed.wait(60)
-        assert tier.used_bytes == taken_bytes(path)
-
     @pytest.mark.parametrize("is_restarted", [False, True])
     def test_one_store_replaces_all_columns_under_an_absent_key(self, path, restart, is_restarted):
         used, row = cipher("disk", 1), key_of(1)
