@@ -164,15 +164,6 @@ def test_block_that_holds_all_layers_is_copied_as_one_piece(copier, layout, slot
     assert simulated.count("pieces") - num_pieces_before == expected
 
 
-@pytest.mark.parametrize("blocks", [[BLOCKS], [-1], [*TABLE, 0]])
-def test_copies_beyond_the_kv_or_the_slot_are_refused(copier, slots, blocks):
-    with pytest.raises(ValueError, match=r"out of range|exceed the slot"):
-        copier.store(3, slots[0], blocks, copier.fence())
-    with pytest.raises(ValueError, match=r"out of range|exceed the slot"):
-        copier.load([RowLoad(3, slots[0], 0, blocks)], copier.fence())
-    assert not slots.any()
-
-
 @pytest.mark.parametrize("function", ["cuStreamWaitEvent", "cuMemcpyBatchAsync"])
 def test_failed_copy_has_ended_and_the_next_copy_succeeds(copier, layout, slots, simulated, function):
     pin(copier, slots)
