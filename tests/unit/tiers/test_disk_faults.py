@@ -113,16 +113,6 @@ class TestUnhealthyVolume:
             assert not tier.health.probe()
         assert tier.health.probe()
 
-    def test_deleted_directory_opens_the_circuit(self, path, tier):
-        store(tier, 1)
-        shutil.rmtree(path)
-        assert load(tier, 1) is None
-        with pytest.raises(TierUnavailableError):
-            store(tier, 1)
-        check_unavailable(tier)
-        assert not tier.health.probe()
-        assert not path.exists()
-
     def test_emptied_directory_is_usable(self, path, tier):
         store(tier, 1)
         for entry in path.iterdir():
@@ -268,8 +258,12 @@ def test_uses_recreated_directory_after_a_probe(path):
     store(tier, 1)
     store(tier, 2)
     shutil.rmtree(path)
+    assert load(tier, 1) is None
     with pytest.raises(TierUnavailableError):
         store(tier, 3)
+    check_unavailable(tier)
+    assert not tier.health.probe()
+    assert not path.exists()
     path.mkdir()
     assert tier.health.probe()
     assert tier.indexed.wait(60)
