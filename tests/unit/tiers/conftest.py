@@ -23,4 +23,6 @@ def restart(path):
 
 @pytest.fixture
 def tier(restart):
-    return restart()
+    tier = restart()
+    assert tier.indexed.wait(60)
+    return tier

@@ -29,13 +29,6 @@ SIZES = [
 ]
 
 
-@pytest.fixture
-def tier(tmp_path):
-    tier = open_tier(tmp_path, 4 * MIB)
-    yield tier
-    tier.close()
-
-
 def numbers(tier: DiskTier) -> list[int]:
     in_order = tier.keys()
     return [key[-1] for key in in_order]
@@ -73,9 +66,9 @@ class TestObjects:
         store(tier, 1, PAGE)
         assert tier.load(ObjectId(key_of(1), 0), into, PAGE).digests == digests(content(1, PAGE))
 
-    def test_file_header_identifies_the_object(self, tmp_path, tier):
+    def test_file_header_identifies_the_object(self, path, tier):
         store(tier, 1, 5, column=7)
-        raw = file_of(tmp_path, 1, 7).read_bytes()
+        raw = file_of(path, 1, 7).read_bytes()
         header = parse(raw[:HEADER_BYTES])
         assert (header.key, header.column, header.label) == (key_of(1), 7, b"label")
         assert raw[PAGE:] == content(1, 5) + bytes(PAGE - 5)
@@ -86,11 +79,11 @@ class TestObjects:
         objects = [ObjectId(key_of(number), column) for number in range(4) for column in range(2)]
         assert tier.find_each(objects) == [True, False, False, False, True, True, False, False]
 
-    def test_store_of_present_object_only_refreshes_its_age(self, tmp_path, tier):
+    def test_store_of_present_object_only_refreshes_its_age(self, path, tier):
         store(tier, 1)
-        before = file_of(tmp_path, 1).stat()
+        before = file_of(path, 1).stat()
         assert store(tier, 1)
-        after = file_of(tmp_path, 1).stat()
+        after = file_of(path, 1).stat()
         assert (after.st_ino, tier.stats.stored, tier.stats.touched) == (before.st_ino, 1, 1)
         assert after.st_mtime_ns > before.st_mtime_ns
 
@@ -119,18 +112,18 @@ class TestCapacity:
         open_tier(tmp_path).close()  # the failed tier has released the directory
 
 
-def test_defect_04_file_gets_its_final_name_when_complete(tmp_path, tier, monkeypatch):
+def test_defect_04_file_gets_its_final_name_when_complete(path, tier, monkeypatch):
     renames = []
     rename = os.rename
 
     def watch(source, target, **options):
-        renames.append((file_of(tmp_path, 1).exists(), (tmp_path / source).stat().st_size))
+        renames.append((file_of(path, 1).exists(), (path / source).stat().st_size))
         rename(source, target, **options)
 
     monkeypatch.setattr(os, "rename", watch)
     store(tier, 1, 3 * PAGE)
     assert renames == [(False, 4 * PAGE)]
-    assert not temporaries(tmp_path)
+    assert not temporaries(path)
 
 
 class TestDirectory:

@@ -143,7 +143,6 @@ class TestUnhealthyVolume:
         assert store(tier, 2)
 
     def test_concurrent_probes_start_a_single_scan(self, tier, monkeypatch):
-        tier.indexed.wait(60)
         may_end, num_threads = threading.Event(), 16
         barrier = threading.Barrier(num_threads)
         scans = []
