@@ -114,18 +114,6 @@ def test_gpu_pool_without_a_gpu_uses_host_memory():
     assert kv_obj.data.device.type == "cpu"
 
 
-def test_store_over_tensors_returns_the_put_bytes():
-    arena = TorchArena.for_chunks(CHUNK_BYTES, 4 * CHUNK_BYTES)
-    store, source = LocalStore(arena), chunk(64)
-    key = hashlib.sha256(b"a").digest() * 2
-    assert store.put(
-        key, CHUNK_BYTES, lambda row: arena.tensor(row, source.shape, source.dtype).copy_(source)
-    )
-    with store.pin_prefix([key]) as [(row, _)]:
-        assert torch.equal(arena.tensor(row, source.shape, source.dtype), source)
-    assert bytes(arena.view(0, 0, 4)) == source.view(torch.uint8).flatten()[:4].numpy().tobytes()
-
-
 def test_tiny_chunks_share_frames():
     arena = TorchArena.for_chunks(1000, 64 * 4096)
     assert (arena.geometry, arena.num_rows) == (Geometry(4096, 1), 64)

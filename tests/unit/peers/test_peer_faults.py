@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from lmcache_sidecar.peer_server.server import PeerServer
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.remote.address import Endpoint
 from testing.child_process import wait_until

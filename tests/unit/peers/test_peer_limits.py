@@ -7,8 +7,6 @@ import select
 import threading
 import time
 
-import pytest
-
 from lmcache_sidecar.peer_server import limits
 from lmcache_sidecar.peer_server import session as module
 from lmcache_sidecar.peer_server.limits import Pace

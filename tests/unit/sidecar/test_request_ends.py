@@ -177,7 +177,7 @@ def test_first_tokens_count_by_length_and_source(causes):
     report(causes, "2", "x" * 3)
     end(causes, "2", times=RequestTimes("", first_token_seconds=2.0))
     report(causes, "3", "x" * 3)
-    end(causes, "3", times=Times(0.0, 0.0, 0.0, 0.0))  # it was aborted
+    end(causes, "3", times=RequestTimes(""))  # it was aborted
     report(causes, "4", num_loaded=2)
     end(causes, "4", num_failed=CHUNK)  # it waited for its load before it computed, and is not comparable
     assert causes.benefit.first_tokens == {"2048": {"tier": {"1": 1}}, "1024": {"none": {"2": 1}}}
