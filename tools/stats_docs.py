@@ -14,7 +14,7 @@ from lmcache_sidecar.explain.causes import CauseStats
 from lmcache_sidecar.explain.request_times import RequestHistograms
 from lmcache_sidecar.pages import metrics, stats, tenant_stats
 from lmcache_sidecar.pages.stats import Figure, declared
-from lmcache_sidecar.peer_server.server import PeerServerStats
+from lmcache_sidecar.peer_server.service import PeerServerStats
 from lmcache_sidecar.samples import LookupStats
 from lmcache_store.tiers.stats import ObjectStats, TieredStats
 

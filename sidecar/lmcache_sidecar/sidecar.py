@@ -24,7 +24,8 @@ from lmcache_sidecar.pages import stats
 from lmcache_sidecar.pages.stats import StatsPart
 from lmcache_sidecar.pages.tenant_stats import tenants_part
 from lmcache_sidecar.peer_server.rows import TIER_NAME
-from lmcache_sidecar.peer_server.server import PeerServer, PeerServerStats
+from lmcache_sidecar.peer_server.server import PeerServer
+from lmcache_sidecar.peer_server.service import PeerServerStats
 from lmcache_sidecar.resizing import Resizer
 from lmcache_sidecar.server import Server, claim_socket
 from lmcache_sidecar.sessions import Sessions

@@ -14,25 +14,21 @@ progress at most. ``bytes_per_second`` limits all connections together, and so d
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from lmcache_sidecar.peer_server.limits import Pace, QuestionBudget
 from lmcache_sidecar.peer_server.requests import BadRequestError
 from lmcache_sidecar.peer_server.rows import PeerRows
+from lmcache_sidecar.peer_server.service import PeerService
 from lmcache_sidecar.peer_server.session import PeerSession
 from lmcache_store.common.sockets import listen
 from lmcache_store.common.threads import lower_priority
-from lmcache_store.tiers.base import ObjectId, RowKey
 from lmcache_store.tiers.remote.address import Tls
 from lmcache_store.tiers.remote.stream import accept_tls
-from lmcache_store.tiers.stats import counter
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +36,6 @@ MAX_CONNECTIONS = 256
 """32 peers, of which each has up to 8 connections."""
 _QUIET_SECONDS = 60.0
 """Time after a log line about a client that is no peer in which there is no other one."""
-
-
-@dataclass
-class PeerServerStats:
-    """Counters of a peer server. Only the server changes them."""
-
-    read_columns: int = counter("Columns of rows that other pods began to read")
-    taken_rows: int = counter("Rows that a stopping pod offered, and that are in this memory tier now")
-    refused_connections: int = counter(
-        "Connections that were refused: too many, a wrong password, or not the protocol of peers"
-    )
 
 
 class PeerServer:
@@ -72,18 +57,13 @@ class PeerServer:
         bytes_per_second: float = 0.0,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
-        self.rows = rows
-        self.prefix = prefix
-        self.stats = PeerServerStats()
-        self._passwords = passwords
+        self.service = PeerService(rows, prefix, passwords, bytes_per_second)
+        self.stats = self.service.stats
         self._tls = tls
-        self.pace = Pace(bytes_per_second)
-        self._questions = QuestionBudget()
         self._max_connections = max_connections
-        self._takes_offers = True
         self._listening: socket.socket | None = None
         self._accepting: threading.Thread | None = None
-        self._lock = threading.Lock()  # protects the following, and the counters
+        self._lock = threading.Lock()  # protects the following
         self._logged_at = -math.inf
         self._open: dict[socket.socket, threading.Thread] = {}
         self._sessions: dict[socket.socket, PeerSession] = {}
@@ -97,12 +77,12 @@ class PeerServer:
 
     def refuse_offers(self) -> None:
         """Take no more rows over, because this pod stops. Reads go on."""
-        self._takes_offers = False
+        self.service.takes_offers = False
 
     def close(self) -> None:
         """End all connections, and wait for their threads."""
         self.refuse_offers()
-        self.pace.close()
+        self.service.pace.close()
         if self._listening is not None:
             with contextlib.suppress(OSError):
                 self._listening.shutdown(socket.SHUT_RDWR)
@@ -115,44 +95,6 @@ class PeerServer:
             _shut_down(connection)
         for thread in connections.values():
             thread.join()
-
-    @property
-    def needs_password(self) -> bool:
-        """Must a client authenticate first?"""
-        return self._passwords is not None
-
-    # ---- for sessions ----
-
-    def admits(self, password: bytes) -> bool:
-        """Is this password valid? Takes as long for a wrong one."""
-        try:
-            valid = self._passwords() if self._passwords is not None else ()
-        except OSError as error:
-            logger.error("Peers are refused: %s", error)
-            return False
-        matches = [hmac.compare_digest(password, each.encode()) for each in valid if each]
-        return self._passwords is None or any(matches)
-
-    def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
-        """Say of each object whether it can be read now; of none if questions have taken too much time."""
-        if not self._questions.has_time():
-            return [False] * len(ids)
-        self._questions.spend(len(ids))
-        return self.rows.find_each(ids)
-
-    def note_read(self) -> None:
-        """Count a column that a client begins to read."""
-        with self._lock:
-            self.stats.read_columns += 1
-
-    def take_over(self, key: RowKey, length: int, peer: str) -> bool:
-        """Read a row from the peer that offers it. False: refused."""
-        is_taken = self._takes_offers and self.rows.take_over(key, length, peer)
-        with self._lock:
-            self.stats.taken_rows += is_taken
-        return is_taken
-
-    # ---- connections ----
 
     def _accept(self) -> None:
         assert self._listening is not None
@@ -171,8 +113,7 @@ class PeerServer:
                 connection.close()
                 continue
             if not is_taken:
-                with self._lock:
-                    self.stats.refused_connections += 1
+                self.service.note_refused()
                 logger.debug("Peer %s was refused: too many connections", address)
                 connection.close()
 
@@ -210,7 +151,7 @@ class PeerServer:
         lower_priority()
         session: PeerSession | None = None
         try:
-            session = PeerSession(self, connection)
+            session = PeerSession(self.service, connection)
             with self._lock:
                 self._sessions[connection] = session
             session.run()
@@ -230,8 +171,8 @@ class PeerServer:
 
     def _note_bad(self, error: Exception) -> None:
         """Count a client that is no peer, and log it, but not more than once a minute."""
+        self.service.note_refused()
         with self._lock:
-            self.stats.refused_connections += 1
             is_due = time.monotonic() > self._logged_at + _QUIET_SECONDS
             if is_due:
                 self._logged_at = time.monotonic()

@@ -9,10 +9,11 @@ import ssl
 import struct
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from lmcache_sidecar.peer_server.limits import Turn
 from lmcache_sidecar.peer_server.requests import BadRequestError, Command, Requests
+from lmcache_sidecar.peer_server.rows import PinnedMemoryRow
+from lmcache_sidecar.peer_server.service import PeerService
 from lmcache_store.common.sockets import Stream
 from lmcache_store.common.timing import TIMING
 from lmcache_store.tiers.base import ObjectId, RowKey
@@ -21,10 +22,6 @@ from lmcache_store.tiers.peers.peer import OFFER
 from lmcache_store.tiers.remote import objects
 from lmcache_store.tiers.remote.stream import TlsStream
 from lmcache_store.tiers.remote.value_formats import seal_of
-
-if TYPE_CHECKING:
-    from lmcache_sidecar.peer_server.rows import PinnedMemoryRow
-    from lmcache_sidecar.peer_server.server import PeerServer
 
 _PIN_SECONDS = 2.0
 """Time after which a row is pinned again, if it may still be read. A store that closes waits for its pins."""
@@ -38,13 +35,13 @@ _MAX_LENGTH_DIGITS = 12
 class PeerSession:
     """Answers the commands of one client. Only its thread uses it, except for ``idle_since``."""
 
-    def __init__(self, server: PeerServer, connection: socket.socket) -> None:
-        self._server = server
+    def __init__(self, service: PeerService, connection: socket.socket) -> None:
+        self._service = service
         self._connection = connection
         is_secure = isinstance(connection, ssl.SSLSocket)
         self._stream = (TlsStream if is_secure else Stream)(connection, TIMING.peer_send_seconds)
         _set_options(connection)
-        self.is_admitted = not server.needs_password
+        self.is_admitted = not service.needs_password
         """Has the client sent a valid password?"""
         self._began = time.monotonic()
         self._key: RowKey = b""
@@ -108,7 +105,7 @@ class PeerSession:
     def _answer(self, command: Command) -> None:
         name, arguments = command[0].upper(), command[1:]
         if name == b"AUTH" and arguments:
-            if not self._server.admits(arguments[-1]):
+            if not self._service.admits(arguments[-1]):
                 self._send([b"-WRONGPASS invalid username-password pair\r\n"])
                 raise BadRequestError("a wrong password")
             self.is_admitted = True
@@ -128,13 +125,13 @@ class PeerSession:
             self._send([b"-ERR unknown command: rows of a peer can only be read\r\n"])
 
     def _object_of(self, command: Command) -> ObjectId | None:
-        key = objects.parse_name(self._server.prefix, command[1])
+        key = objects.parse_name(self._service.prefix, command[1])
         field = objects.parse_field(command[2])
         return None if key is None or field is None or field[1] is not None else ObjectId(key, field[0])
 
     def _answer_asked(self, asked: Sequence[ObjectId | None]) -> None:
         if asked:
-            found = iter(self._server.find_each([each for each in asked if each is not None]))
+            found = iter(self._service.find_each([each for each in asked if each is not None]))
             self._send([b"".join(b":%d\r\n" % (each is not None and next(found)) for each in asked)])
 
     def _send_first(self, name: bytes, marker: bytes, field: bytes) -> None:
@@ -170,7 +167,7 @@ class PeerSession:
         seal = seal_of(ObjectId(self._key, column), len(payload), start, piece)
         self._send([head, b"$%d\r\n" % (len(piece) + len(seal)), piece, seal, b"\r\n"])
         if number == 0:
-            self._server.note_read()
+            self._service.note_read()
         if number == len(sizes) - 1:
             self.release()
 
@@ -181,26 +178,26 @@ class PeerSession:
         """
         key, turn_column, first = self._turn_of
         if self._turn is None or (key, turn_column) != (self._key, column) or number < first:
-            self._turn = self._server.pace.reserve(len(payload))
+            self._turn = self._service.pace.reserve(len(payload))
             self._turn_of = (self._key, column, number)
         return self._turn is not None
 
     def _take_over(self, name: bytes, length: bytes, peer: bytes) -> None:
         """Answer an offer: 1 if the row is in memory now, else 0."""
-        key = objects.parse_name(self._server.prefix, name)
+        key = objects.parse_name(self._service.prefix, name)
         is_valid = length.isdigit() and len(length) <= _MAX_LENGTH_DIGITS and peer.isascii()
-        is_taken = key is not None and is_valid and self._server.take_over(key, int(length), peer.decode())
+        is_taken = key is not None and is_valid and self._service.take_over(key, int(length), peer.decode())
         self._send([b":%d\r\n" % is_taken])
 
     def _payload(self, name: bytes, column: int) -> memoryview | None:
         """Return the payload of a column, and pin its row if it is not pinned yet."""
-        key = objects.parse_name(self._server.prefix, name)
+        key = objects.parse_name(self._service.prefix, name)
         if key is None:
             return None
         self._read_at = time.monotonic()
         if key != self._key or self._read_at > self._pinned_at + _PIN_SECONDS:
             self.release()
-            self._row = self._server.rows.pin(key)
+            self._row = self._service.rows.pin(key)
             self._key, self._pinned_at = key if self._row else b"", self._read_at
         if self._row is None or column >= len(self._row.columns):
             return None

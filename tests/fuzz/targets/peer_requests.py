@@ -7,7 +7,7 @@ closes its side.
 import socket
 
 from lmcache_sidecar.peer_server.requests import BadRequestError
-from lmcache_sidecar.peer_server.server import PeerServer
+from lmcache_sidecar.peer_server.service import PeerService
 from lmcache_sidecar.peer_server.session import PeerSession
 from tests.fuzz.target import Target
 from tests.harness.tiers.peer_rows import PREFIX, Rows
@@ -23,13 +23,13 @@ def run(data: bytes, listener: socket.socket) -> None:
     rows = Rows()
     rows.add(1, b"column 0", b"")
     passwords = (lambda: [PASSWORD]) if data[:1] == b"\1" else None
-    server = PeerServer(rows, PREFIX, passwords=passwords)
+    service = PeerService(rows, PREFIX, passwords)
     with socket.create_connection(listener.getsockname()) as client:
         connection, _ = listener.accept()
         with connection:
             client.sendall(data[1:])
             client.shutdown(socket.SHUT_WR)
-            session = PeerSession(server, connection)
+            session = PeerSession(service, connection)
             try:
                 session.run()
             finally:

@@ -159,7 +159,7 @@ def test_refused_column_is_a_miss_and_not_invalid(rows, monkeypatch):
     (object_id,) = rows.add(1, bytes(4 << 20))
     with serving(rows) as (server, peer), reading(peer) as tier:
         assert tier.find_each([object_id]) == [True]
-        monkeypatch.setattr(server.pace, "reserve", lambda num_bytes: None)
+        monkeypatch.setattr(server.service.pace, "reserve", lambda num_bytes: None)
         assert load(tier, object_id, 4 << 20) is None
         assert not tier.stats.invalid
         assert not rows.pinned

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from lmcache_sidecar.peer_server.server import PeerServerStats
+from lmcache_sidecar.peer_server.service import PeerServerStats
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.peers import peer as peer_module
 from lmcache_store.tiers.probing import num_leading
