@@ -30,52 +30,27 @@ def test_promoted_rows_are_waited_for_while_they_arrive(rig):
     assert rig.match(request) == (192, True), "the wait may take 0.45 s without a known rate"
 
 
-def test_stalled_promotion_ends_the_wait(rig):
+WAITS = {
+    "promotion stalls": (0, [(0.01, 1, None), (0.01 + TIMING.row_seconds, 1, 64)]),
+    "no row arrives": (0, [(TIMING.first_row_seconds, 0, 0)]),
+    "rows arrive slower than computing": (0.01, [(0.04, 1, 64)]),
+    # On a busy machine computing is delayed as well.
+    "a stall that computing would outlast": (0.06, [(0.01, 1, None), (0.129, 1, None), (0.131, 1, 64)]),
+    "time before the first row is no rate": (0.06, [(0.1, 1, None), (0.11, 3, 192)]),
+}
+"""Seconds to compute a chunk, 0 if unknown, and steps: time, stored chunks, and the offered tokens.
+
+None: the request waits."""
+
+
+@pytest.mark.parametrize(("chunk_seconds", "steps"), WAITS.values(), ids=WAITS)
+def test_wait_for_promoted_rows_ends_when_computing_is_faster(rig, chunk_seconds, steps):
+    rig.scheduler._rate.tokens_per_second = 64 / chunk_seconds if chunk_seconds else 0.0
     request = rig.waiting()
-    rig.stored(1)
-    rig.now = 0.01
-    assert rig.match(request) == (None, False)
-    rig.now += TIMING.row_seconds
-    assert rig.match(request) == (64, True)
-
-
-def test_wait_ends_if_no_row_arrives(rig):
-    request = rig.waiting()
-    rig.now = TIMING.first_row_seconds
-    assert rig.match(request) == (0, False)
-
-
-def test_wait_ends_if_rows_arrive_slower_than_computing(rig):
-    rig.scheduler._rate.tokens_per_second = 64 / 0.01  # a chunk in 10 ms
-    request = rig.waiting()
-    rig.stored(1)
-    rig.now = 0.04
-    assert rig.match(request) == (64, True)
-
-
-def test_stall_is_tolerated_while_computing_would_take_longer(rig):
-    """On a busy machine computing is delayed as well."""
-    rig.scheduler._rate.tokens_per_second = 64 / 0.06
-    request = rig.waiting()
-    rig.stored(1)
-    rig.now = 0.01
-    assert rig.match(request) == (None, False)
-    rig.now += 2 * 0.06 - 0.001
-    assert rig.match(request) == (None, False)
-    rig.now += 0.002
-    assert rig.match(request) == (64, True)
-
-
-def test_time_before_the_first_row_does_not_count_as_rate(rig):
-    """The time before the first row does not determine the rate. To compute the rest would take longer."""
-    rig.scheduler._rate.tokens_per_second = 64 / 0.06
-    request = rig.waiting()
-    rig.stored(1)
-    rig.now = 0.1
-    assert rig.match(request) == (None, False)
-    rig.stored(3)
-    rig.now = 0.11
-    assert rig.match(request) == (192, True)
+    for now, num_stored, num_offered in steps:
+        rig.now = now
+        rig.stored(num_stored)
+        assert rig.match(request) == (num_offered, bool(num_offered))
 
 
 def test_configured_answer_seconds_extend_all_waits():

@@ -124,38 +124,26 @@ def test_rows_of_other_requests_do_not_prolong_the_wait(make_rig, state):
     assert served > 0, "the other requests must get rows meanwhile"
 
 
-@pytest.mark.parametrize("state", ["memory only", "probing"])
-def test_wait_takes_no_longer_than_computing(make_rig, state):
-    rig = make_rig()
+@pytest.mark.parametrize(
+    ("state", "settings", "steps"),
+    [
+        pytest.param("memory only", {}, [(0.0055, 0, None), (0.0065, 0, 0)], id="no row in memory only"),
+        pytest.param("probing", {}, [(0.0055, 0, None), (0.0065, 0, 0)], id="no row while tiers are asked"),
+        pytest.param("memory only", {}, [(0.003, 1, None), (0.0065, 2, 128)], id="slow rows"),
+        pytest.param(
+            "memory only", {"answer_seconds": 5.0}, [(4.9, 0, None), (5.0, 0, 0)], id="limit of the user"
+        ),
+    ],
+)
+def test_wait_takes_no_longer_than_computing_or_the_limit_of_the_user(make_rig, state, settings, steps):
+    rig = make_rig(**settings)
     set_rows_under_way(rig, state)
     rig.scheduler._rate.tokens_per_second = 64 / 0.002  # a chunk in 2 ms
     request = arrive_and_wait(rig)
-    rig.now = 0.0055
-    assert rig.match(request) == (None, False)
-    rig.now = 0.0065
-    assert rig.match(request) == (0, False)
-
-
-def test_rows_that_arrive_slower_than_computing_end_the_wait(rig):
-    rig.scheduler._rate.tokens_per_second = 64 / 0.002
-    request = arrive_and_wait(rig)
-    rig.stored(1)
-    rig.now = 0.003
-    assert rig.match(request) == (None, False)
-    rig.stored(2)
-    rig.now = 0.0065
-    assert rig.match(request) == (128, True)
-
-
-def test_answer_seconds_of_the_user_replace_the_limits(make_rig):
-    rig = make_rig(answer_seconds=5.0)
-    rig.session.memory_only = True
-    rig.scheduler._rate.tokens_per_second = 64 / 0.002
-    request = arrive_and_wait(rig)
-    rig.now = 4.9
-    assert rig.match(request) == (None, False)
-    rig.now = 5.0
-    assert rig.match(request) == (0, False)
+    for now, num_stored, num_offered in steps:
+        rig.now = now
+        rig.stored(num_stored)
+        assert rig.match(request) == (num_offered, bool(num_offered))
 
 
 def test_wait_without_rows_is_short_even_if_computing_takes_long_and_is_not_repeated(rig):
