@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lmcache_client.core.grid import Grid
 from lmcache_client.core.jobs import GroupStore, LoadJob, Offer, StepMeta, StoreJob, WorkerReport
 from lmcache_client.core.waiting import PrefillRate
-from lmcache_store.kv_groups import KVGroup
+from lmcache_store.kv_groups import GroupKind, KVGroup
 from lmcache_store.tiers.memory.contracts import Found
 from tests.harness.client.scheduler_rig import make_identity
 
@@ -66,8 +66,22 @@ def test_load_covers_exactly_the_missing_leased_blocks(grid, computed_blocks, nu
     )
 
 
-def test_unaligned_local_hit_has_nothing_loadable():
-    assert make_grid(256, 32, 32).loadable_tokens(33, 600, 2) == 0
+SMALL, LARGE = KVGroup(0, 16, 4096), KVGroup(2, 32, 4096)
+
+
+def test_load_ends_at_a_block_edge_of_all_groups():
+    assert make_grid(256, 32, 32).loadable_tokens(33, 600, 2) == 0, "the engine's own hit ends inside a block"
+    grid = Grid(64, 16, (SMALL, LARGE))
+    assert grid.loadable_tokens(0, 65, 1) == 64
+    assert grid.loadable_tokens(0, 63, 1) == 32, "48 is an edge of only the small blocks"
+    assert grid.loadable_tokens(16, 200, 3) == 0, "the engine's own hit ends inside a large block"
+
+
+def test_load_job_states_whether_it_fails_by_block():
+    window = KVGroup(0, 32, 4096, 40, GroupKind.SLIDING_WINDOW)
+    for groups, expected in [((SMALL,), True), ((SMALL, LARGE), False), ((window,), False)]:
+        failing = LoadJob.failing("r", Grid(64, 32, groups), ([100, 101], [0], [500]))
+        assert failing.fails_by_block == expected
 
 
 @given(GRIDS, st.integers(0, 400), st.integers(0, 4000))

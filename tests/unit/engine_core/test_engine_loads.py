@@ -119,11 +119,6 @@ def test_idle_engine_waits_for_the_end_of_a_load(rig, monkeypatch):
     assert rig.collect((), is_idle=True) == (set(), {"r"})
 
 
-def test_idle_engine_accepts_requests_while_a_load_hangs(rig):
-    begin_load(rig)
-    assert rig.collect((), is_idle=True) == (set(), set())
-
-
 @pytest.mark.parametrize("slot", [Slot(9999, 1), Slot(0, 7)], ids=["outside the arena", "evicted"])
 def test_slot_of_an_older_arena_is_not_read(rig, slot, caplog):
     """The scheduler's session may be older than the worker's.

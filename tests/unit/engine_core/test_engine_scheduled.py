@@ -52,13 +52,6 @@ def test_scheduled_request_is_reported_with_all_chunks(rig, num_stored, computed
     assert len(reported(rig)) == 1
 
 
-@pytest.mark.parametrize("computed", [160, 192])
-def test_last_chunk_of_a_prompt_counts_as_engine_hit(rig, computed):
-    request = rig.arrive(make_request(192))
-    schedule(rig, request, computed)
-    assert reported(rig) == [("r", 3, figures(3, 3, 0, 192, computed))]
-
-
 def test_full_load_is_leased_and_reported_in_a_single_call(rig):
     rig.stored(3)
     request, calls = rig.arrive(make_request(200)), []

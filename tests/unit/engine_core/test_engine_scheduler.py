@@ -17,35 +17,6 @@ from tests.harness.client.scheduler_rig import (
 from tests.harness.sidecar.wire import NAMESPACE
 
 
-def test_hit_is_leased_loaded_and_released(rig):
-    request = rig.matched()
-    assert rig.match(request) == (192, True), "a repeated match must return the same"
-    rig.allocate(request, blocks(6), 192)
-    (load,) = rig.step().loads
-    assert load.blocks == tuple(blocks(6))
-    assert [(piece.slot.row, piece.first_block, piece.blocks) for piece in load.pieces()] == [
-        (0, 0, (100, 101)),
-        (1, 0, (102, 103)),
-        (2, 0, (104, 105)),
-    ]
-    assert rig.step().loads == []
-    rig.drain_lookups()
-    assert rig.session.leased == {"r"}
-    rig.report(received=["r"])
-    rig.drain_lookups()
-    assert rig.session.leased == set()
-
-
-def test_load_starts_at_a_local_hit_inside_a_chunk(rig):
-    rig.stored(2)
-    request = rig.arrive(make_request(130))
-    assert rig.match(request, computed=32) == (96, True)
-    rig.allocate(request, blocks(4), 96)
-    (load,) = rig.step().loads
-    assert load.blocks == (101, 102, 103)
-    assert [(piece.first_block, piece.blocks) for piece in load.pieces()] == [(1, (101,)), (0, (102, 103))]
-
-
 def test_engine_hits_are_stored_only_if_not_cached(rig):
     rig.stored(2)
     request = rig.arrive(make_request(200))
@@ -205,17 +176,6 @@ def test_blocks_are_not_held_after_all_stores_ended(rig):
     request.num_computed_tokens = 200
     assert rig.finish(request) is False
     assert rig.scheduler._states == {}
-
-
-def test_async_scheduling_stores_the_last_chunk_at_the_end(rig):
-    request = rig.arrive(make_request(200))
-    (job,) = rig.step(new=[("r", blocks(8), 0, 200)]).stores
-    rig.report(ended=[job.job_id])
-    assert rig.step(cached=[("r", None, 200, 56, False)]).stores == [], "tokens 200.. have no hashes yet"
-    request.num_tokens, request.num_computed_tokens, request.block_hashes = 257, 257, hashes(256)
-    assert rig.finish(request) is True
-    meta = rig.step()
-    assert (chunk_ranges(meta), meta.held) == ([(3, 4)], ["r"])
 
 
 def test_abort_during_a_load_frees_blocks_and_keeps_the_lease(rig):

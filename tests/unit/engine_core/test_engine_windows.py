@@ -107,6 +107,13 @@ def test_load_into_missing_blocks_fails(rig, fault):
     assert load.blocks
 
 
+def test_load_of_an_unknown_request_fails_blocks_of_all_groups(rig):
+    rig.scheduler.note_allocated("unknown", tables(), 160)
+    (load,) = rig.scheduler.end_step(0).loads
+    assert load.pieces() == []
+    assert set(load.blocks) == {block for table in tables() for block in table}
+
+
 def test_store_is_reclaimed_only_when_its_blocks_are_reused(rig):
     request = rig.arrive(make_request(200))
     windows, full = (job.job_id for job in schedule(rig, request, 128).stores)
