@@ -1,36 +1,23 @@
-"""The reader process: its id, its deadlines, and the release of all resources."""
+"""The reader process: its id, its deadlines, and its lock on the arena."""
 
 import asyncio
-import contextlib
 import os
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Set
-from subprocess import PIPE
+from collections.abc import Set
 from types import SimpleNamespace
 from typing import cast
 
-import numpy as np
 import pytest
 
 from lmcache_client.cuda.pin_status import PinStatus
-from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.copiers import messages
-from lmcache_sidecar.copiers.messages import Format, MessageKind
+from lmcache_sidecar.copiers.messages import MessageKind
 from lmcache_sidecar.copiers.process import ReaderProcess
 from lmcache_store.tiers.errors import ArenaError
 from lmcache_store.tiers.memory.arena import ArenaFile
-from lmcache_store.tiers.memory.contracts import Geometry
-from testing.child_process import SOURCES
-from testing.cuda import GPU, Node, node
-from tests.harness.light import needs
+from testing.cuda import GPU
 from tests.harness.loops import in_a_loop
-
-SECONDS = 60.0
-SLOT_BYTES = 4096
-NUM_CLIENTS = 100
 
 
 class FirstTwoIds:
@@ -141,86 +128,3 @@ async def test_invalid_message_ends_the_reader():
     assert await reader.receive() is None
     assert process.killed.is_set()
     other_end.close()
-
-
-@needs("cuda-bindings")
-def test_many_clients_leave_no_resources_behind(tmp_path):
-    arena = ArenaFile(tmp_path / "arena", 1 << 20)
-    arena.format(Geometry(SLOT_BYTES, 1))
-    content = os.urandom(4 * SLOT_BYTES)
-    with node() as gpus, exported(gpus, content) as handle:
-        offer = pb.TransferOffer(
-            allocations=[pb.DeviceAllocation(ipc_handle=handle, num_bytes=len(content))],
-            groups=[pb.GroupPages(num_blocks=4, blocks_per_row=1, layers=[LAYER])],
-        )
-        asyncio.run(attach_and_detach_clients(gpus, arena, offer, content))
-    arena.close()
-
-
-EXPORT_PROGRAM = """
-import sys
-from lmcache_client.cuda.driver import Device
-from lmcache_client.cuda.ipc import export
-content = bytes.fromhex(sys.argv[1])
-context = Device.visible()[0].primary_context()
-address = int(context.call("cuMemAlloc", len(content)))
-context.call("cuMemcpyHtoD", address, content, len(content))
-print(export(context, address).handle.hex(), flush=True)
-sys.stdin.read()
-"""
-
-
-@contextlib.contextmanager
-def exported(gpus: Node, content: bytes) -> Iterator[bytes]:
-    """Yield the handle of GPU memory of another process."""
-    environment = os.environ | gpus.environment("engine") | {"PYTHONPATH": SOURCES}
-    command = [sys.executable, "-c", EXPORT_PROGRAM, content.hex()]
-    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, env=environment) as engine:
-        assert engine.stdout is not None
-        yield bytes.fromhex(engine.stdout.readline().decode())
-        engine.kill()
-
-
-LAYER = pb.LayerPages(page_bytes=SLOT_BYTES, block_stride=SLOT_BYTES)
-RESOURCES = ("contexts", "mappings", "streams", "events", "pins", "pinned_bytes")
-
-
-async def attach_and_detach_clients(gpus, arena, offer, content) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in gpus.environment("reader").items():
-            patch.setenv(name, value)
-        reader = await ReaderProcess.start(GPU, arena.fileno(), set)
-
-    async def request(kind: MessageKind, number: int, body: bytes, answer: MessageKind) -> None:
-        reader.ask(kind, number, body, answer, SECONDS)
-        while (message := await reader.receive()) is not None and message[0] == MessageKind.PINNED:
-            pass  # may arrive at any time
-        assert message == (answer, number, ""), reader.verdict
-
-    arena_format = Format(SLOT_BYTES, arena.num_rows, arena.num_rows)
-    await request(MessageKind.START, 0, messages.pack_start(GPU, arena_format), MessageKind.STARTED)
-    column = arena.column_offset(0)
-    counts = []
-    for number in range(1, NUM_CLIENTS + 1):
-        await request(
-            MessageKind.OPEN,
-            number,
-            messages.pack_open(column, offer.SerializeToString()),
-            MessageKind.OPENED,
-        )
-        row, block = number % 50, number % 4
-        copies = messages.Copies(number, 0, word(column + row * SLOT_BYTES), word(block, "<u4").reshape(1, 1))
-        await request(MessageKind.COPY, number, messages.pack_copies([copies]), MessageKind.COPIED)
-        await request(MessageKind.CLOSE, number, b"", MessageKind.CLOSED)
-        assert bytes(arena.view(row, 0)) == content[block * SLOT_BYTES : (block + 1) * SLOT_BYTES]
-        if number in (1, NUM_CLIENTS):
-            (process,) = gpus.processes("reader")
-            counts.append({name: process[name] for name in RESOURCES})
-    reader.kill("test ended")
-    await reader.reap()
-    assert counts[0]["mappings"] == 0
-    assert counts[0] | {"pins": 1, "pinned_bytes": 0} == counts[1] | {"pins": 1, "pinned_bytes": 0}
-
-
-def word(number: int, kind: str = "<u8"):
-    return np.array([number], kind)
