@@ -1,17 +1,17 @@
 """Conditions that a shrinking memory tier waits for, separately. ``test_resizing_model`` combines them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.config import Config
 from lmcache_sidecar.pages.stats import document
 from lmcache_sidecar.resizing import Resizer
 from lmcache_sidecar.sidecar import Sidecar
 from testing.child_process import wait_until
+from tests.harness.sidecar.in_process import run_sidecar
 from tests.harness.sidecar.resizing_worker import CAPACITY, SIZES, Worker
 from tests.unit.sidecar.test_resizing_model import ResizingModel
 
@@ -109,33 +109,6 @@ def test_shrinking_waits_for_a_frozen_worker_and_ignores_its_answer_to_an_earlie
     scenario.assert_done()
 
 
-def test_shrinking_waits_for_workers_of_the_previous_sidecar(scenario):
-    scenario.shrink()
-    scenario.restart()
-    scenario.step()
-    assert scenario.resizer.problem
-    assert not scenario.faults
-    for worker in scenario.workers:
-        worker.attach()
-        scenario.step()
-    scenario.run_workers()
-    scenario.step()
-    scenario.run_workers()
-    scenario.assert_done()
-
-
-def test_shrinking_ignores_answers_of_an_earlier_round(scenario):
-    scenario.shrink()
-    scenario.run_workers()
-    scenario.request_size(CAPACITY)
-    scenario.run_workers()
-    scenario.shrink()
-    scenario.step()
-    scenario.assert_waits("(attached)")
-    scenario.run_workers()
-    scenario.assert_done()
-
-
 def test_growth_during_a_shrink_waits_for_the_workers(scenario):
     scenario.shrink()
     scenario.first.work()
@@ -152,20 +125,6 @@ BUG = "resizing failed and is retried; this is a bug, see the sidecar's log: Val
 def memory_of(sidecar: Sidecar) -> dict[str, Any]:
     memory: dict[str, Any] = document(sidecar.stats())["memory"]
     return memory
-
-
-def run_sidecar(config: Config, use: Callable[[Sidecar], Awaitable[Any]]) -> Any:
-    """Run a sidecar until ``use`` ends. Returns its result."""
-
-    async def run() -> Any:
-        sidecar = Sidecar(config, CallStats())
-        await sidecar.start()
-        try:
-            return await use(sidecar)
-        finally:
-            await sidecar.stop()
-
-    return asyncio.run(run())
 
 
 def test_unexpected_error_is_reported_and_retried(tmp_path, monkeypatch, caplog):

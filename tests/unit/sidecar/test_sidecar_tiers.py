@@ -1,15 +1,9 @@
 """Lower tiers of the sidecar: an additional tier needs only a line in the sidecar's table."""
 
-from __future__ import annotations
-
 import asyncio
-import contextlib
-import math
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,11 +24,13 @@ from lmcache_store.tiers.header import digests as digests_of
 from lmcache_store.tiers.stats import ObjectStats
 from testing.child_process import wait_until
 from tests.harness.engine import assert_stored, load, store
+from tests.harness.sidecar.in_process import run_sidecar
 from tests.harness.sidecar.wire import attached, make_hello, make_keys
+from tests.harness.tiers.tiered_world import FakeTier
 
 
-class DictTier:
-    """A lower tier of this test that stores objects in a dictionary."""
+class Attic(FakeTier):
+    """A tier that the sidecar does not have."""
 
     address = "attic:under the roof"
     takes_writes = True
@@ -77,92 +73,63 @@ class DictTier:
         return set()
 
     def close(self) -> None:
-        self.calls.add("close")
-
-
-class RunningSidecar:
-    """A sidecar whose event loop runs in a separate thread."""
-
-    def __init__(self, folder: Path) -> None:
-        self.socket_path = str(folder / "socket")
-        self._config = Config(socket=self.socket_path, memory_size=8 << 20, http_port=0)
-        self._is_up, self._is_over = threading.Event(), threading.Event()
-        self._sidecar: Sidecar | None = None
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
-
-    def __enter__(self) -> RunningSidecar:
-        self._thread.start()
-        assert self._is_up.wait(60)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    async def _run(self) -> None:
-        self._sidecar = Sidecar(self._config, CallStats())
-        await self._sidecar.start()
-        self._is_up.set()
-        await asyncio.to_thread(self._is_over.wait)
-        await self._sidecar.stop()
-
-    def stats(self) -> dict[str, Any]:
-        assert self._sidecar is not None
-        return document(self._sidecar.stats())
-
-    def metrics(self) -> str:
-        assert self._sidecar is not None
-        return asyncio.run(metrics.render(CallStats(), self._sidecar.stats())).decode()
-
-    @contextlib.contextmanager
-    def session(self) -> Iterator[SidecarSession]:
-        client = SidecarClient(self.socket_path, make_hello())
-        client.start()
-        try:
-            session = attached(client)
-            wait_until(lambda: self.stats()["memory"]["usable_rows"] > 0)
-            yield session
-        finally:
-            client.close()
+        self.calls["close"] += 1
 
 
 @pytest.fixture
-def dict_tier(monkeypatch: pytest.MonkeyPatch) -> DictTier:
-    tier: LowerTier = DictTier()
-    monkeypatch.setitem(lower_tiers.TIERS, "attic", lambda _config: TierHandle(str(tier.address), tier))
-    assert isinstance(tier, DictTier)
+def attic(monkeypatch: pytest.MonkeyPatch) -> Attic:
+    tier = Attic()
+    monkeypatch.setitem(lower_tiers.TIERS, "attic", lambda _config: TierHandle(tier.address, tier))
     return tier
 
 
+def with_session(folder: Path, use: Callable[[Sidecar, SidecarSession], None]) -> None:
+    """Run a sidecar, and call ``use`` in another thread with an engine's session."""
+    config = Config(socket=str(folder / "socket"), memory_size=8 << 20, http_port=0)
+
+    def use_session(sidecar: Sidecar) -> None:
+        client = SidecarClient(config.socket, make_hello())
+        client.start()
+        try:
+            session = attached(client)
+            wait_until(lambda: document(sidecar.stats())["memory"]["usable_rows"] > 0)
+            use(sidecar, session)
+        finally:
+            client.close()
+
+    run_sidecar(config, lambda sidecar: asyncio.to_thread(use_session, sidecar))
+
+
 def test_additional_tier_needs_only_a_line_in_the_table(
-    dict_tier: DictTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    attic: Attic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A process does not see its own record locks, and the client is in this process.
     monkeypatch.setattr(LockProbe, "is_held", lambda _probe: True)
-    monkeypatch.setattr(
-        liveness, "_open", lambda _path: -1
-    )  # a sidecar keeps these open until its process ends
-    with RunningSidecar(tmp_path) as sidecar, sidecar.session() as session:
-        store(session, 1, 2, 3)
-        wait_until(lambda: sidecar.stats()["attic"]["written"] == 3)
-        tier_stats = sidecar.stats()["attic"]
-        address_and_state = tier_stats["address"], tier_stats["is_reachable"], tier_stats["off_reason"]
-        assert address_and_state == (dict_tier.address, True, "")
-        assert (tier_stats["stored"], tier_stats["used_bytes"]) == (3, dict_tier.used_bytes) == (3, 300_000)
-        assert 'lmcache_tier_written_total{tier="attic"} 3.0' in sidecar.metrics()
-        wait_until(lambda: "check" in dict_tier.calls)
-    assert "close" in dict_tier.calls
+    # A sidecar keeps these open until its process ends.
+    monkeypatch.setattr(liveness, "_open", lambda _path: -1)
 
-    (tmp_path / "arena").unlink()
-    with RunningSidecar(tmp_path) as sidecar, sidecar.session() as session:
+    def write(sidecar: Sidecar, session: SidecarSession) -> None:
+        store(session, 1, 2, 3)
+        wait_until(lambda: document(sidecar.stats())["attic"]["written"] == 3)
+        stats = document(sidecar.stats())["attic"]
+        assert (stats["address"], stats["is_reachable"], stats["off_reason"]) == (Attic.address, True, "")
+        page = asyncio.run(metrics.render(CallStats(), sidecar.stats())).decode()
+        assert 'lmcache_tier_written_total{tier="attic"} 3.0' in page
+        wait_until(lambda: attic.calls["check"])
+
+    def promote(sidecar: Sidecar, session: SidecarSession) -> None:
         wait_until(lambda: session.lookup("r", [(0, make_keys(1, 2, 3))]).num_leased == 3)
         assert_stored(load(session, session, "r", 1, 2, 3), 1, 2, 3)
-        tier_stats = sidecar.stats()["attic"]
-        assert (tier_stats["promoted"], tier_stats["hits"]) == (3, 3)
+        assert document(sidecar.stats())["attic"]["promoted"] == 3
+
+    with_session(tmp_path, write)
+    assert attic.calls["close"]
+    (tmp_path / "arena").unlink()
+    with_session(tmp_path, promote)
 
 
 def test_opened_tiers_are_closed_when_a_later_tier_is_invalid(
-    dict_tier: DictTier, monkeypatch: pytest.MonkeyPatch
+    attic: Attic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_config: Config) -> TierHandle:
         raise ConfigError("no such file")
@@ -170,4 +137,4 @@ def test_opened_tiers_are_closed_when_a_later_tier_is_invalid(
     monkeypatch.setitem(lower_tiers.TIERS, "wrong", refuse)
     with pytest.raises(ConfigError, match="no such file"), ExitStack() as opened:
         open_tiers(Config(), opened)
-    assert "close" in dict_tier.calls
+    assert attic.calls["close"]
