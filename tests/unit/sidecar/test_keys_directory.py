@@ -11,9 +11,8 @@ import pytest
 from lmcache_sidecar.config import read
 from lmcache_sidecar.files.encryption_keys import KeysDirectory
 from lmcache_sidecar.lower_tiers import open_tiers
-from lmcache_sidecar.pages.stats import document, tier_part
+from lmcache_sidecar.pages.stats import tier_part
 from lmcache_store.tiers.errors import NoKeyError
-from testing.child_process import wait_until
 from tests.harness.tiers.encryption import key_of, write_keys
 
 
@@ -138,26 +137,6 @@ def test_mounted_secret_is_read_through_its_links(directory, path):
     os.replace(path / "new", path / "..data")
     directory.follow()
     assert (directory.facts["encryption"]["versions"], directory.problem) == ([2, 3], "")
-
-
-def test_tier_is_off_until_there_is_a_key(tmp_path, path):
-    arguments = {"disk_path": str(tmp_path / "tier"), "disk_encryption_keys_dir": str(path)}
-    with contextlib.ExitStack() as opened:
-        handle = open_tiers(read(arguments, {}).usable(), opened)["disk"]
-        facts = document([tier_part("disk", handle, None)])["disk"]
-        assert facts["is_reachable"] is False
-        assert facts["encryption"] == {"write_version": None, "versions": []}
-        expected = (
-            f"--disk-encryption-keys-dir: {path} can't be read: no such file or directory. Mount a Secret"
-        )
-        assert facts["off_reason"].startswith(expected)
-        assert facts["off_reason"] == facts["encryption_problem"]
-        write_keys(path, 1)
-        handle.keys.follow()
-        wait_until(lambda: document([tier_part("disk", handle, None)])["disk"]["is_reachable"])
-        facts = document([tier_part("disk", handle, None)])["disk"]
-        assert facts["off_reason"] == facts["encryption_problem"] == ""
-        assert facts["key_absent"] == 0
 
 
 def test_keys_without_their_tier_are_a_warning():

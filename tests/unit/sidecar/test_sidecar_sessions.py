@@ -10,7 +10,6 @@ from lmcache_client.rpc.hello import Role
 from lmcache_sidecar.clients import liveness
 from lmcache_sidecar.clients.liveness import GRACE_SECONDS, LivenessMonitor
 from lmcache_sidecar.clients.validation import CallRefusedError
-from lmcache_store.kv_groups import KVGroup
 from tests.harness.sidecar.world import FakeLock, new_uuid, world
 
 __all__ = ["world"]
@@ -74,22 +73,6 @@ def test_leases_end_with_the_last_client_of_the_engine(world):
     world.die(worker.peer.uuid)
     world.pass_time(GRACE_SECONDS)
     assert memory.num_leased == 0
-
-
-def test_lookup_leases_all_groups_together(world):
-    groups = (KVGroup(0, 16, 4096), KVGroup(1, 16, 4096))
-    worker = world.attach(new_uuid(), groups=groups)
-    world.commit(worker, world.reserve(worker, 1, 2, 3).slots)
-    request = pb.LookupRequest(epoch=worker.epoch, client_uuid=worker.peer.uuid, request_id="r")
-    for group, numbers in ((1, (1, 9)), (0, (2, 3))):
-        request.groups.add(group=group, keys=b"".join(bytes([number]) * 64 for number in numbers))
-    reply = world.sessions.lookup(request)
-    assert (reply.num_resident, reply.num_leased, reply.num_pending) == (1, 1, 0)
-    assert world.sessions.store.memory.num_leased == 3
-    world.sessions.release(
-        pb.ReleaseRequest(epoch=worker.epoch, client_uuid=worker.peer.uuid, request_ids=["r"])
-    )
-    assert world.sessions.store.memory.num_leased == 0
 
 
 # ---- proof of death ----

@@ -1,12 +1,9 @@
 """The file with the target size of the memory tier, and handling of invalid files."""
 
-import contextlib
 import logging
 from pathlib import Path
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import example, given
 
 from lmcache_sidecar.files.watched_files import SizeFile
 
@@ -73,12 +70,3 @@ def test_size_is_fixed_without_a_file():
     file = SizeFile("", GIB, GIB)
     file.follow()
     assert (file.num_bytes, file.problem) == (GIB, "")
-
-
-@given(st.text() | st.from_regex(r"[0-9.]{1,30}[KMGTi]{0,2}"))
-@example("1e9")
-def test_random_text_keeps_the_size_within_limits(text):
-    file = SizeFile("f", GIB, 4 * GIB)
-    with contextlib.suppress(ValueError):
-        file.use(text)
-    assert 0 < file.num_bytes <= 4 * GIB
