@@ -1,107 +1,62 @@
 """The bundle for GPU machines: lists of packages, archives and the limit of its size."""
 
-import ast
 import os
 import re
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
+import grimp
 import pytest
 
-from testing.child_process import REPOSITORY
+from tests import conftest
+from tools.changed_tests import PACKAGES
 from tools.gpu_bundle import __main__ as bundle
 from tools.gpu_bundle import archive, lists, redis_server
 
 RUN_ON_GPU_MACHINES = (
-    "benchmarks/gpu",
-    "sidecar/lmcache_sidecar",
-    "sidecar/lmcache_store",
-    "tests/gpu",
-    "tests/integration/test_sidecar_copies.py",
-    "tests/integration/test_sidecar_copy_faults.py",
+    "benchmarks.gpu",
+    "lmcache_sidecar",
+    "lmcache_store",
+    "tests.conftest",
+    "tests.gpu",
+    "tests.integration.conftest",
+    "tests.integration.test_sidecar_copies",
+    "tests.integration.test_sidecar_copy_faults",
 )
 FROM_THE_MACHINE = frozenset(("torch", "transformers", "vllm"))
 """Packages that no list of the project has. The steps that need one say so."""
-OPTIONAL = frozenset(("hypothesis",))
-"""Packages whose absence the importing module expects."""
+OPTIONAL = frozenset((
+    "huggingface_hub", "hypothesis", "llvmlite", "opentelemetry", "pythonjsonlogger", "tokenizers",
+))  # fmt: skip
+"""Packages whose absence the importing module expects, or that it imports for what no check does."""
 DISTRIBUTIONS = {
     "cuda": "cuda-bindings",
     "google": "protobuf",
     "grpc": "grpcio",
     "prometheus_client": "prometheus-client",
+    "xdist": "pytest-xdist",
     "yaml": "pyyaml",
 }
-FOLDERS = (REPOSITORY, REPOSITORY / "sidecar", REPOSITORY / "operator")
-OUR_PACKAGES = {path.name for folder in FOLDERS for path in folder.iterdir() if path.is_dir()}
 
 
-def imports(path: Path) -> set[str]:
-    """Return the absolute names that a module imports when it is imported itself."""
-    names = set()
-    for node in at_import(ast.parse(path.read_text()).body):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        else:
-            assert not node.level, f"{path} has a relative import"
-            names.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return names
-
-
-def at_import(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
-    for node in body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield node
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            yield from at_import(node.orelse)
-        elif isinstance(node, ast.If | ast.Try | ast.With | ast.ClassDef):
-            yield from at_import(node.body)
-            yield from at_import(getattr(node, "orelse", []))
-
-
-@cache
-def files_of(name: str) -> tuple[Path, ...]:
-    """Return the project's files that an import of this name runs."""
-    parts, paths = name.split("."), []
-    for end in range(1, len(parts) + 1):
-        for folder in FOLDERS:
-            base = folder.joinpath(*parts[:end])
-            paths += [path for path in (base / "__init__.py", base.with_suffix(".py")) if path.exists()]
-    return tuple(paths)
-
-
-def imported_packages() -> dict[str, Path]:
-    """Return the third-party packages that the checks import, each with a file that imports it."""
-    pending = [REPOSITORY / "tests" / "conftest.py"]
-    for root in RUN_ON_GPU_MACHINES:
-        path = REPOSITORY / root
-        pending += sorted(path.rglob("*.py")) if path.is_dir() else [path, path.parent / "conftest.py"]
-    plugins = re.findall(r'"(tests\.harness\.\w+)"', pending[0].read_text())
-    pending += [path for plugin in plugins for path in files_of(plugin)]
-    known, packages = set(pending), {}
-    while pending:
-        path = pending.pop()
-        for name in imports(path):
-            package = name.partition(".")[0]
-            if package not in OUR_PACKAGES:
-                packages.setdefault(package, path)
-                continue
-            new = set(files_of(name)) - known
-            known |= new
-            pending += new
-    return {name: path for name, path in packages.items() if name not in sys.stdlib_module_names}
+def imported_packages() -> dict[str, set[str]]:
+    """Return the third-party packages that the checks import, each with the modules that import it."""
+    graph = grimp.build_graph(*PACKAGES, include_external_packages=True)
+    modules = {*RUN_ON_GPU_MACHINES, *conftest.pytest_plugins}.intersection(graph.modules)
+    modules |= {below for module in modules for below in graph.find_descendants(module)}
+    modules |= {imported for module in modules for imported in graph.find_upstream_modules(module)}
+    packages = {name for name in modules - sys.stdlib_module_names if graph.is_module_squashed(name)}
+    return {name: modules & graph.find_modules_that_directly_import(name) for name in packages}
 
 
 def test_every_package_that_the_checks_import_is_in_the_list():
     listed = {package.name for package in lists.requirements(lists.PROJECT)}
-    imported = {DISTRIBUTIONS.get(name, name): path for name, path in imported_packages().items()}
+    imported = {DISTRIBUTIONS.get(name, name): modules for name, modules in imported_packages().items()}
     assert {"grpcio", "numpy", "pytest", "redis", "torch", "transformers"} <= set(imported)
-    missing = {
-        name: path for name, path in imported.items() if name not in listed | FROM_THE_MACHINE | OPTIONAL
-    }
+    known = listed | FROM_THE_MACHINE | OPTIONAL
+    missing = {name: modules for name, modules in imported.items() if name not in known}
     assert not missing, "add these packages to tools/pins.sh, and run `make pins`"
 
 

@@ -117,12 +117,6 @@ def test_images_without_needed_kernels_are_replaced():
     assert [[architecture for architecture, _ in images] for images in after] == [[90], [75], [90]]
 
 
-def test_kernels_of_an_image():
-    before = shared_object(container(image(90, cubin("one", "two"))))
-    (block,) = fatbin.containers(before)
-    assert fatbin.kernels(before, block.images[0]) == ["one", "two"]
-
-
 def test_smallest_image():
     before = shared_object(container(image(75, b"large" * 9), image(90, b"")), container(image(75, b"tiny")))
     assert fatbin.smallest_image(before, 75) == image(75, b"tiny")

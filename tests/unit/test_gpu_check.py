@@ -72,6 +72,8 @@ def test_last_line_names_failures_their_meaning_and_what_did_not_run(tmp_path):
     assert page.last_line(outcomes[1:2]) == "gpu-check: passed"
     late = page.last_line([Outcome("arena", LATE, 50)])
     assert late == "gpu-check: arena (stopped at its time limit): not completely measured"
+    late = page.last_line([Outcome("facts", LATE, 60, entries=outcomes[0].entries[:-1])])
+    assert late == "gpu-check: 1 of 1 steps failed: facts (wrong bytes): do not use it"
 
 
 @pytest.mark.parametrize(("exit_status", "state"), [(0, PASSED), (1, FAILED)])
@@ -102,13 +104,6 @@ def test_files_of_a_killed_step_are_removed_and_those_of_other_runs_are_not(tmp_
     finally:
         of_another_run.unlink()
     assert f"removed from /dev/shm: {left_by_step.name}" in capsys.readouterr().out
-
-
-def test_problem_of_a_stopped_step_is_a_failure(tmp_path):
-    noted, _ = make_results(tmp_path)
-    noted.problem("wrong bytes", "do not use it")
-    late = Outcome("facts", LATE, 60, entries=results.read(tmp_path, "facts"))
-    assert page.last_line([late]) == "gpu-check: 1 of 1 steps failed: facts (wrong bytes): do not use it"
 
 
 def test_missing_package_is_named_with_its_command(tmp_path):
