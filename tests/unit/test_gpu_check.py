@@ -76,12 +76,6 @@ def test_last_line_names_failures_their_meaning_and_what_did_not_run(tmp_path):
     assert late == "gpu-check: 1 of 1 steps failed: facts (wrong bytes): do not use it"
 
 
-@pytest.mark.parametrize(("exit_status", "state"), [(0, PASSED), (1, FAILED)])
-def test_state_is_the_exit_status(tmp_path, exit_status, state, monkeypatch):
-    monkeypatch.setattr(sys, "executable", str(script(tmp_path, f"exit {exit_status}")))
-    assert program.run(STEPS[0], tmp_path, 100, is_tiny=False).state == state
-
-
 def test_step_is_killed_with_its_children_at_its_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(script(tmp_path, "sleep 1000 & echo $!; wait")))
     step = Step("facts", 1, "what", "meaning")

@@ -61,13 +61,6 @@ async def test_engine_with_many_tenants_gets_no_more_than_another_engine(queue):
 
 
 @in_a_loop
-async def test_two_engines_without_tenants_take_turns(queue):
-    queue.put(make_member(1), copies_of(b"", range(100)))
-    queue.put(make_member(2), copies_of(b"", range(1000, 1002)))
-    assert next_batch(queue) == {0, 1, 1000, 1001}
-
-
-@in_a_loop
 async def test_job_of_several_tenants_ends_when_it_is_dropped(queue):
     engine, other = make_member(1), make_member(2)
     both = queue.put(engine, copies_of(b"a", [1, 2]) + copies_of(b"b", [3, 4]))

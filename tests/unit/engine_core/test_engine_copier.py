@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmcache_client.core.copier import CpuCopier, Places, RowLoad, allowed_cores, use_all_cores
+from lmcache_client.core.copier import CpuCopier, RowLoad, allowed_cores, use_all_cores
 from lmcache_client.core.cuda_copier import make_copier
 from lmcache_client.core.layout import Layout, page_views
 from lmcache_client.errors import UnsupportedError
@@ -139,20 +139,6 @@ def test_load_refuses_blocks_outside_the_row(first, blocks):
     copier, slot = CpuCopier({0: layout(pages=PAGES["streamed"])}), make_slot(32 << 10)
     with pytest.raises(ValueError, match="exceed the slot"):
         copier.load([RowLoad(0, slot, first, blocks)], None)
-
-
-def test_places_return_addresses_and_sizes_of_pages():
-    kv = layout(pages=PAGES["streamed"])
-    slot, places = make_slot(32 << 10), Places(kv)
-    in_slot, in_kv, sizes = places.of(slot, 1, [5, 2])
-    assert sizes.tolist() == [512, 4096, 512] * 2
-    start = slot.ctypes.data + kv.block_bytes
-    assert (in_slot - start).tolist() == [0, 512, 4608, 5120, 5632, 9728]
-    assert in_kv.tolist() == [
-        pages.data_ptr() + block * pages.stride(0) for block in (5, 2) for pages in kv.pages
-    ]
-    with pytest.raises(ValueError, match="read-only"):
-        sizes[0] = 0  # all callers share the returned array
 
 
 def test_spread_lets_threads_leave_the_core_of_their_creator():

@@ -1,7 +1,6 @@
 """Arithmetic of loads and stores for all alignments, and messages between processes."""
 
 import math
-import pickle
 from collections import Counter
 
 import numpy as np
@@ -10,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_client.core.grid import Grid
-from lmcache_client.core.jobs import GroupStore, LoadJob, Offer, StepMeta, StoreJob, WorkerReport
+from lmcache_client.core.jobs import LoadJob, Offer, WorkerReport
 from lmcache_client.core.waiting import PrefillRate
 from lmcache_store.kv_groups import GroupKind, KVGroup
 from lmcache_store.tiers.memory.contracts import Found
-from tests.harness.client.scheduler_rig import make_identity
 
 
 def make_grid(chunk_tokens, block_tokens, hash_tokens):
@@ -114,16 +112,3 @@ def test_worker_reports_of_ranks_are_added():
     combined = first.aggregate(second)
     assert combined == WorkerReport(Counter({1: 2, 2: 1}), {"a", "b"}, 3)
     assert not WorkerReport()
-
-
-def test_messages_survive_pickling():
-    """Engines pickle these messages for the other ranks and for the scheduler's process."""
-    identity = make_identity()
-    offer = Offer(0, 64, (Found(np.array([3]), np.array([1], np.uint64)),))
-    load = LoadJob.from_offer("r", identity.grid, offer, 64, [[5, 6]])
-    store = StoreJob(1, "r", (GroupStore(0, 0, b"k" * 64, (1, 2)),), b"tenant")
-    meta = pickle.loads(pickle.dumps(StepMeta([load], [store], {1, 2}, held=["r"])))
-    assert meta.loads[0].pieces() == load.pieces()
-    assert (meta.stores, meta.reclaimed, meta.held) == ([store], {1, 2}, ["r"])
-    report = WorkerReport(Counter({1: 1}), identity=identity)
-    assert pickle.loads(pickle.dumps(report)) == report

@@ -7,7 +7,6 @@ import pytest
 from opentelemetry.trace import StatusCode
 
 from lmcache_client.core.spans import SpanTracer
-from lmcache_store.common.timing import TIMING
 from tests.harness.client.scheduler_rig import Rig, blocks, job_ids, make_request
 from tests.harness.client.spans import SAMPLED, UNSAMPLED, RecordedSpans, figures, milliseconds
 
@@ -164,15 +163,6 @@ def test_wait_for_lower_tiers_counts_the_chunks_that_arrive(rig, recorded):
     run(rig, request, 192)
 
 
-def test_wait_for_nothing_has_no_arrived_chunks(rig, recorded):
-    request = rig.waiting(traced(200))
-    rig.now = TIMING.first_row_seconds
-    assert rig.match(request) == (0, False)
-    (wait,) = recorded.take()
-    assert figures(wait) == {"wait_reasons": ("lower_tiers",), "arrived_chunks": 0}
-    run(rig, request)
-
-
 def test_wait_for_rows_of_another_request_names_this_reason(rig, recorded):
     first = rig.arrive(traced(200, "first", headers=None))
     assert rig.match(first) == (0, False)
@@ -294,12 +284,3 @@ def test_exception_of_a_span_processor_ends_only_the_tracing(rig, recorded, monk
     assert [record.levelname for record in caplog.records] == ["ERROR"], "it is logged once"
     assert "sends no more spans" in caplog.text
     rig.tracer._traces.clear()
-
-
-def test_header_that_is_no_text_raises_nothing(rig, caplog):
-    request = rig.arrive(traced(200, headers=None))
-    request.trace_headers = {"traceparent": 5}
-    rig.tracer.begin(rig.scheduler._states["r"])
-    assert "sends no more spans" in caplog.text
-    assert not rig.tracer._traces
-    rig.finish(request)

@@ -166,15 +166,6 @@ def test_merged_numbers_lose_no_request(parts):
     assert [total(part) for part in parts] == before, "merging must not change its input"
 
 
-@given(first_tokens, st.floats(0.0, 1e6), st.floats(0.0, 100.0), st.floats(0.0, 1.0))
-def test_any_statistics_have_a_benefit_and_a_table(first_tokens, seconds, gpu_hour, memory_gib_hour):
-    prices = Prices(gpu_hour=gpu_hour, memory_gib_hour=memory_gib_hour)
-    saved = benefit([stats(first_tokens, saved={"disk": seconds})], prices)
-    assert saved.net_usd == pytest.approx(saved.saved_usd - 64 * memory_gib_hour)
-    assert all(map(math.isfinite, saved.saved_latency or ()))
-    assert text(saved)
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=3),
     lambda values: st.lists(values, max_size=2) | st.dictionaries(st.text(max_size=3), values, max_size=2),

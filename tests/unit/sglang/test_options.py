@@ -7,7 +7,6 @@ import pytest
 
 from lmcache_client.core.settings import read_settings
 from lmcache_client.errors import UnsupportedError
-from lmcache_client.rpc.service import DEFAULT_SOCKET
 from lmcache_client.sglang.options import MODULE, EngineOptions, SGLangSettings
 from lmcache_client.sglang.support import check_version
 
@@ -73,14 +72,6 @@ def test_backend_of_the_start(engine, tmp_path, monkeypatch, backend, config, is
     (tmp_path / "other").write_text("module_path: other")
     given = SimpleNamespace(hicache_storage_backend=backend, hicache_storage_backend_extra_config=config)
     assert engine(given).loads_backend_at_start is is_ours
-
-
-def test_settings(monkeypatch):
-    monkeypatch.delenv("LMCACHE_SOCKET", raising=False)
-    assert read_settings(SGLangSettings, {}) == SGLangSettings()
-    assert SGLangSettings().socket == DEFAULT_SOCKET
-    given = {"interface_v1": 1, "lmcache.row_seconds": 0.5, "lmcache.copy_threads": 4}
-    assert read_settings(SGLangSettings, given) == SGLangSettings(row_seconds=0.5, copy_threads=4)
 
 
 @pytest.mark.parametrize(

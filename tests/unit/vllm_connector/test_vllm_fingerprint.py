@@ -1,7 +1,6 @@
 """Namespaces: inputs that change the bytes of KV change the fingerprint, and other inputs do not."""
 
 import time
-from dataclasses import astuple
 from types import SimpleNamespace
 
 import pytest
@@ -143,13 +142,6 @@ def test_max_model_len_counts_only_for_longrope():
     assert files.effective_config(longrope_config, 1) != files.effective_config(longrope_config, 2)
     renamed = default_config | {"_name_or_path": "elsewhere", "transformers_version": "9"}
     assert files.effective_config(renamed, 1) == files.effective_config(default_config, 1)
-
-
-def test_settings_are_read(monkeypatch):
-    monkeypatch.delenv("LMCACHE_SOCKET", raising=False)
-    settings = VLLMSettings.read({"lmcache.socket": "/s", "lmcache.chunk_tokens": 64, "other": 1})
-    assert astuple(settings) == ("/s", 64, 0.0, 0.0, None, None)
-    assert VLLMSettings.read({}).socket == "/run/lmcache/kvcache.sock"
 
 
 @pytest.mark.parametrize(
