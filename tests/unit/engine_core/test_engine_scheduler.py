@@ -96,30 +96,6 @@ def test_failed_load_is_not_retried_and_its_chunks_are_stored(rig):
     assert chunk_ranges(rig.step(new=[("r", blocks(7), 0, 200)])) == [(0, 3)]
 
 
-@pytest.mark.parametrize("runner", ["V1", "V2"])
-def test_preempted_request_is_looked_up_and_stored_again(rig, runner):
-    request = rig.arrive(make_request(200))
-    assert rig.match(request) == (0, False)
-    rig.allocate(request, blocks(7), 0)
-    meta = rig.step(new=[("r", blocks(4), 0, 100)])
-    assert chunk_ranges(meta) == [(0, 1)]
-    assert rig.step(preempted=["r"]).reclaimed == job_ids(meta)
-    rig.stored(1)
-    assert rig.match(request) == (None, False)
-    rig.drain_lookups()
-    assert rig.match(request) == (64, True)
-    rig.allocate(request, blocks(2, 200), 64)
-    (load,) = rig.step().loads
-    assert load.blocks == (200, 201)
-    rig.report(received=["r"])
-    table = blocks(7, 200)
-    if runner == "V1":
-        meta = rig.step(cached=[("r", table, 64, 136, True)])
-    else:
-        meta = rig.step(new=[("r", table, 64, 136)])
-    assert (chunk_ranges(meta), meta.stores[0].groups[0].blocks) == ([(1, 3)], tuple(table[2:6]))
-
-
 def test_request_preempted_between_steps_reclaims_its_stores(rig):
     """vLLM resets its prefix cache: it matches the request again before it announces the preemption."""
     request = rig.arrive(make_request(200))

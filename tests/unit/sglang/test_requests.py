@@ -45,13 +45,6 @@ def prepare(give_module):
     unsubscribe()
 
 
-def test_tokens_are_reported_by_their_tier(prepare):
-    assert prepare(Request(300, device=64, host=64, storage=128), Request(10)) == [
-        (300, 128, 128),
-        (10, 0, 0),
-    ]
-
-
 def test_request_is_reported_once_for_all_parts_of_its_prompt_and_if_it_is_retracted(prepare):
     """SGLang retracts requests when its memory is full. It keeps the numbers of the first start."""
     request = Request(5000, storage=128)

@@ -57,12 +57,6 @@ def request(path: str, state: Any, method: str = "GET", kind: str = "http") -> A
     return json.loads(body["body"])
 
 
-def test_router_gets_block_size_and_an_identity_of_its_own() -> None:
-    answer = request("/get_server_info", server_state(client=None))
-    assert (answer["kv_block_size"], answer["model_path"]) == (32, "/models/tiny")
-    assert answer["instance_id"].endswith("-17")
-
-
 def test_router_gets_the_publisher_of_each_rank_with_its_encoding() -> None:
     client = SimpleNamespace(get_kv_event_sources=lambda: {0: CONFIG, 1: CONFIG})
     answer = request("/kv_event_sources", server_state(client))
