@@ -72,21 +72,6 @@ OPENERS = {
     "1 shared_memory: */psm_*": map_segment,
     f"1 descriptors: {os.path.realpath(tempfile.gettempdir())}/lmc-guard-*": open_file,
 }
-SESSION_CHILD = """
-import subprocess, pytest
-
-@pytest.fixture(scope="session")
-def child():
-    children = [subprocess.Popen(["sleep", "30"])]
-    yield children
-    children[-1].kill()
-    children[-1].wait()
-
-def test_restarts(child):
-    child[0].kill()
-    child[0].wait()
-    child.append(subprocess.Popen(["sleep", "30"]))
-"""
 
 
 def fixtures(opener, stack: ExitStack) -> ModuleType:
@@ -123,14 +108,6 @@ def test_fails_leaking_modules_and_names_the_test(run, left):
     result.stdout.no_fnmatch_line("*opened during test_[!m]*")
 
 
-@pytest.mark.parametrize("left", OPENERS)
-def test_passes_modules_whose_fixtures_close_everything(run, left):
-    fixture = (
-        "import pytest\n@pytest.fixture(scope='module')\ndef opened(leak, close):\n    leak()\n    yield\n"
-    )
-    run(f"{fixture}    close()\ndef test_sample(opened): pass\n", OPENERS[left]).assert_outcomes(passed=1)
-
-
 @pytest.mark.parametrize(
     ("is_package", "outcomes"), [(True, {"passed": 1}), (False, {"passed": 1, "errors": 1})]
 )
@@ -164,12 +141,6 @@ def test_names_the_test_whose_resource_is_left_instead_of_one_that_closed_an_equ
     result = run(body, start_child)
     result.assert_outcomes(passed=4, errors=1)
     result.stdout.fnmatch_lines(["*1 children: sleep 30* (opened during test_leaks)*"])
-
-
-def test_allows_resources_of_session_fixtures(run):
-    fixture = "import pytest\n@pytest.fixture(scope='session')\ndef opened(leak): leak()\n"
-    run(f"{fixture}def test_sample(opened): pass\n").assert_outcomes(passed=1)
-    run(SESSION_CHILD).assert_outcomes(passed=1)
 
 
 def test_reports_no_leak_in_failed_modules(run):
