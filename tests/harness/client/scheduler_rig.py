@@ -129,12 +129,24 @@ class Rig:
         assert self.match(request) == (192, True)
         return request
 
-    def loading(self):
+    def loading(self, request=None):
         """Let a request of three chunks arrive and load them."""
-        request = self.matched()
-        self.allocate(request, blocks(6), 192)
+        request = self.matched(request)
+        self.begin(request)
         self.step()
         return request
+
+    def computing(self, request=None):
+        """Let a request arrive that finds nothing, and allocate its blocks."""
+        request = self.arrive(request or make_request(200))
+        assert self.begin(request) == 0
+        return request
+
+    def begin(self, request, computed=0):
+        """Match a request and allocate its blocks. Returns the number of tokens that it loads."""
+        num_tokens, _ = self.match(request, computed)
+        self.allocate(request, blocks(-(-request.num_tokens // 32)), num_tokens)
+        return num_tokens
 
     def match(self, request, computed=0):
         return self.scheduler.get_num_new_matched_tokens(request, computed)

@@ -9,8 +9,7 @@ from tests.harness.client.scheduler_rig import blocks, job_ids, make_request
 def start_load(rig, request_id="r"):
     """Start a request with a leased load of 3 chunks."""
     request = rig.arrive(make_request(200, request_id))
-    assert rig.match(request) == (192, True)
-    rig.allocate(request, blocks(6), 192)
+    assert rig.begin(request) == 192
     rig.scheduler.end_step(64)
     return request
 

@@ -9,8 +9,7 @@ def test_reset_hides_earlier_rows_and_finds_new_rows(rig):
     request_before = rig.arrive(make_request(200, "before"))
     assert rig.match(request_before) == (192, True)
     assert rig.scheduler.reset_cache() is True
-    assert rig.match(request_before) == (0, False), "the reset also applies to earlier requests"
-    rig.allocate(request_before, blocks(7), 0)
+    assert rig.begin(request_before) == 0, "the reset also applies to earlier requests"
     meta = rig.step(new=[("before", blocks(7), 0, 200)])
     rig.commit(meta, without=[(0, 2)])
     rig.report(ended=job_ids(meta))
@@ -31,8 +30,7 @@ def test_request_running_during_a_reset_stores_no_more_chunks(rig):
 
 
 def test_reset_is_refused_during_a_load(rig):
-    request = rig.matched()
-    rig.allocate(request, blocks(6), 192)
+    rig.loading()
     assert rig.scheduler.reset_cache() is False
     rig.report(received=["r"])
     assert rig.scheduler.reset_cache() is True

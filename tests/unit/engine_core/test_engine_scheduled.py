@@ -21,13 +21,6 @@ def figures(
     return Scheduled(num_engine, num_hit, num_loaded, prompt, computed, b"p0", 32, reports_times=True)
 
 
-def schedule(rig, request, computed=0):
-    """Schedule as vLLM does: get the number of matched tokens, and allocate their blocks."""
-    num_tokens, _ = rig.match(request, computed)
-    rig.allocate(request, blocks(-(-request.num_tokens // 32)), num_tokens)
-    return num_tokens
-
-
 @pytest.mark.parametrize(
     ("num_stored", "computed", "expected"),
     [
@@ -46,7 +39,7 @@ def test_scheduled_request_is_reported_with_all_chunks(rig, num_stored, computed
     request = rig.arrive(make_request(200))
     assert rig.match(request, computed) == rig.match(request, computed)
     assert not reported(rig), "a lookup alone is not reported"
-    schedule(rig, request, computed)
+    rig.begin(request, computed)
     assert reported(rig) == [("r", 3, expected)]
     rig.allocate(request, blocks(7), 0)  # vLLM calls this again when the load is done
     assert len(reported(rig)) == 1
@@ -56,17 +49,16 @@ def test_full_load_is_leased_and_reported_in_a_single_call(rig):
     rig.stored(3)
     request, calls = rig.arrive(make_request(200)), []
     rig.session.before_lookup = lambda: calls.append(None)
-    schedule(rig, request)
+    rig.begin(request)
     assert len(reported(rig)) == len(calls) == 1
     assert rig.session.leased == {"r"}
 
 
 def test_load_that_ends_within_an_idle_step_is_reported_without_lease(rig):
-    rig.stored(3)
-    request = rig.arrive(make_request(200))
+    request = rig.matched()
     released = []
     rig.session.release = lambda request_ids, **_: released.extend(request_ids)
-    schedule(rig, request)
+    rig.begin(request)
     assert rig.step().is_idle
     rig.drain_lookups()
     assert not rig.session.scheduled
@@ -79,8 +71,7 @@ def test_load_that_ends_within_an_idle_step_is_reported_without_lease(rig):
 
 
 def test_load_that_outlasts_an_idle_step_is_leased(rig):
-    rig.stored(3)
-    schedule(rig, rig.arrive(make_request(200)))
+    rig.begin(rig.matched())
     for leased in set(), {"r"}:
         assert rig.step().is_idle
         rig.drain_lookups()
@@ -89,8 +80,7 @@ def test_load_that_outlasts_an_idle_step_is_leased(rig):
 
 def test_load_during_a_computing_step_is_leased(rig):
     """The duration of the step is unknown, and rows may be evicted during it."""
-    rig.stored(3)
-    schedule(rig, rig.arrive(make_request(200)))
+    rig.begin(rig.matched())
     rig.scheduler.end_step(64)
     rig.drain_lookups()
     assert rig.session.leased == {"r"}
@@ -105,15 +95,14 @@ def test_reduced_load_is_reported_with_fewer_tokens(rig):
 
 
 def test_preempted_request_is_reported_again_and_failed_load_is_not(rig):
-    rig.stored(3)
-    request = rig.arrive(make_request(200))
-    schedule(rig, request)
+    request = rig.matched()
+    rig.begin(request)
     rig.report(received=["r"])
     rig.step(preempted=["r"])
-    schedule(rig, request)
+    rig.begin(request)
     assert [figures for _, _, figures in reported(rig)] == [figures(0, 3, 192)] * 2
     rig.report(failed=["r"], received=["r"])
-    assert schedule(rig, request) == 0
+    assert rig.begin(request) == 0
     assert len(reported(rig)) == 2
 
 
@@ -124,7 +113,7 @@ def test_requests_without_lookup_are_reported_without_keys(rig):
     rig.extra_keys["unknown"] = None
     unnamed = rig.arrive(make_request(200, "unnamed", lora_request="unknown"))
     for request in (short, unread, unnamed):
-        schedule(rig, request)
+        rig.begin(request)
     counted = [(name, num_keys, sent.num_prompt_tokens) for name, num_keys, sent in reported(rig)]
     assert counted == [("short", 0, CHUNK - 1), ("unread", 0, 200), ("unnamed", 0, 200)]
 
@@ -133,5 +122,5 @@ def test_unreachable_sidecar_gets_no_report_and_delays_no_request(rig):
     rig.stored(3)
     request = rig.arrive(make_request(200))
     rig.session.is_down = True
-    assert schedule(rig, request) == 192
+    assert rig.begin(request) == 192
     assert not reported(rig)

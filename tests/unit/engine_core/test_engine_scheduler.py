@@ -20,8 +20,7 @@ from tests.harness.sidecar.wire import NAMESPACE
 def test_engine_hits_are_stored_only_if_not_cached(rig):
     rig.stored(2)
     request = rig.arrive(make_request(200))
-    assert rig.match(request, computed=192) == (0, False)
-    rig.allocate(request, blocks(7), 0)
+    assert rig.begin(request, computed=192) == 0
     meta = rig.step(new=[("r", blocks(7), 192, 8)])
     assert chunk_ranges(meta) == [(2, 3)]
 
@@ -82,8 +81,7 @@ def test_draft_tokens_are_not_stored(rig):
 def test_chunks_found_by_the_lookup_are_not_stored_again(rig):
     rig.stored(2)
     request = rig.arrive(make_request(200))
-    assert rig.match(request) == (128, True)
-    rig.allocate(request, blocks(4), 128)
+    assert rig.begin(request) == 128
     rig.step()
     rig.report(received=["r"])
     assert chunk_ranges(rig.step(new=[("r", blocks(7), 128, 72)])) == [(2, 3)]
@@ -98,9 +96,7 @@ def test_failed_load_is_not_retried_and_its_chunks_are_stored(rig):
 
 def test_request_preempted_between_steps_reclaims_its_stores(rig):
     """vLLM resets its prefix cache: it matches the request again before it announces the preemption."""
-    request = rig.arrive(make_request(200))
-    rig.match(request)
-    rig.allocate(request, blocks(7), 0)
+    request = rig.computing()
     jobs_in_progress = job_ids(rig.step(new=[("r", blocks(7), 0, 200)]))
     rig.match(request)
     rig.drain_lookups()
@@ -115,8 +111,7 @@ def test_preemption_keeps_stores_of_requests_that_share_blocks(rig):
     """Both requests have the engine's own hit, which ends inside a chunk."""
     for name in "first", "second":
         request = rig.arrive(make_request(200, name))
-        rig.match(request, computed=32)
-        rig.allocate(request, blocks(7), 0)
+        rig.begin(request, computed=32)
     metas = [rig.step(new=[(name, blocks(7), 32, 168)]) for name in ("first", "second")]
     first, second = map(job_ids, metas)
     assert first != second

@@ -109,9 +109,7 @@ def test_computed_chunks_have_a_store_that_may_end_after_the_request(rig, record
 
 
 def test_store_that_begins_with_the_end_of_its_request_is_recorded(rig, recorded):
-    request = rig.arrive(traced(200))
-    assert rig.match(request) == (0, False)
-    rig.allocate(request, blocks(7), 0)
+    request = rig.computing(traced(200))
     rig.step(new=[("r", blocks(7), 0, 10)])
     end(rig, request)
     rig.storing |= job_ids(rig.step())
@@ -196,9 +194,7 @@ def test_wait_for_free_blocks_of_the_engine_names_this_reason(rig, recorded):
 
 
 def test_failed_load_is_an_error(rig, recorded):
-    request = rig.matched(traced(200))
-    rig.allocate(request, blocks(7), 192)
-    rig.step()
+    request = rig.loading(traced(200))
     rig.report(failed=["r"], received=["r"])
     lookup, load = recorded.take()
     assert (lookup.status.status_code, load.status.status_code) == (StatusCode.UNSET, StatusCode.ERROR)
@@ -209,9 +205,7 @@ def test_failed_load_is_an_error(rig, recorded):
 
 
 def test_request_that_ends_during_its_load_records_the_load(rig, recorded):
-    request = rig.matched(traced(200))
-    rig.allocate(request, blocks(7), 192)
-    rig.step()
+    request = rig.loading(traced(200))
     rig.finish(request)
     assert [span.name for span in recorded.take()] == ["lmcache.lookup"]
     rig.report(received=["r"])

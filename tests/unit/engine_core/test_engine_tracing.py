@@ -40,8 +40,7 @@ def span_processor(rig):
 def run_request(rig, request):
     """A request with a load and a store, from its arrival to its end."""
     rig.arrive(request)
-    assert rig.match(request) == (192, True)
-    rig.allocate(request, blocks(10), 192)
+    assert rig.begin(request) == 192
     rig.step()
     rig.report(received=[request.request_id])
     meta = rig.step(new=[(request.request_id, blocks(10), 192, request.num_tokens - 192)])

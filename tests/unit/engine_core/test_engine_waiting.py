@@ -54,8 +54,7 @@ def test_request_whose_extra_keys_raise_is_computed(rig):
     request = rig.arrive(make_request(200, "odd", lora_request="raises"))
     rig.now = 0.5
     rig.arrive(make_request(200, "another"))
-    assert rig.match(request) == (0, False)
-    rig.allocate(request, blocks(7), 0)
+    assert rig.begin(request) == 0
     assert rig.step(new=[("odd", blocks(7), 0, 200)]).stores == []
 
 

@@ -13,8 +13,7 @@ def arrive_together(rig, num_tokens=200):
     first, second = make_request(200, "first"), make_request(num_tokens, "second")
     rig.scheduler.on_new_request(first)
     rig.scheduler.on_new_request(second)
-    assert rig.match(first) == (0, False)
-    rig.allocate(first, blocks(7), 0)
+    assert rig.begin(first) == 0
     return first, second
 
 
@@ -173,7 +172,5 @@ def test_request_that_stopped_computing_is_not_waited_for(rig, end):
 
 def test_request_does_not_wait_for_itself_after_a_preemption(rig):
     rig.session.memory_only = True
-    request = rig.arrive(make_request(200))
-    assert rig.match(request) == (0, False)
-    rig.allocate(request, blocks(7), 0)
+    request = rig.computing()
     assert rig.match(request) == (0, False)

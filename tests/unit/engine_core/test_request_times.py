@@ -24,20 +24,6 @@ def compute(rig, request, start: int, seconds: float = 0.5) -> int:
     return meta.timed_step
 
 
-def start(rig, request, computed: int = 0):
-    """Match a request and allocate its blocks. Returns the request."""
-    rig.allocate(request, blocks(7), rig.match(request, computed)[0])
-    return request
-
-
-def start_load(rig):
-    """Let a request of three chunks arrive and load them. Returns the request."""
-    rig.stored(3)
-    request = start(rig, rig.arrive(make_request(200)))
-    assert rig.step().is_idle
-    return request
-
-
 def end_step(rig, step: int) -> None:
     rig.scheduler.take_report(WorkerReport(timed_step=step))
 
@@ -49,8 +35,7 @@ def approximately(times: RequestTimes) -> RequestTimes:
 def test_a_computed_request_took_its_queue_and_its_step(rig):
     request = rig.arrive(make_request(200))
     rig.now = 0.75  # in the engine's own queue
-    assert rig.match(request) == (0, False)
-    rig.allocate(request, blocks(7), 0)
+    assert rig.begin(request) == 0
     step = compute(rig, request, 0)
     assert step, "a step of a first token is timed, however short it is"
     assert not sent(rig), "the step is running"
@@ -62,8 +47,7 @@ def test_a_load_is_timed_from_its_begin_to_its_report(rig):
     rig.stored(3)
     request = rig.arrive(make_request(200))
     rig.now = 1.0
-    assert rig.match(request) == (192, True)
-    rig.allocate(request, blocks(7), 192)
+    assert rig.begin(request) == 192
     rig.step()
     rig.now = 1.25
     rig.report(received=["r"])
@@ -76,8 +60,7 @@ def test_the_lookup_ends_with_the_sidecars_answer(rig):
     request = rig.arrive(make_request(200))
     rig.session.before_lookup = lambda: None
     rig.now = 0.75
-    assert rig.match(request) == (0, False)
-    rig.allocate(request, blocks(7), 0)
+    assert rig.begin(request) == 0
     end_step(rig, compute(rig, request, 0))
     assert sent(rig) == [RequestTimes("r", lookup_seconds=0.125, first_token_seconds=1.25)]
 
@@ -105,8 +88,7 @@ def test_waits_for_rows_add_up_and_exclude_the_engines_queue(rig):
     rig.stored(3)
     assert rig.match(request) == (192, True)
     rig.now = 13.0  # the engine has no blocks
-    assert rig.match(request) == (192, True)
-    rig.allocate(request, blocks(7), 192)
+    assert rig.begin(request) == 192
     rig.step()
     rig.report(received=["r"])
     end_step(rig, compute(rig, request, 192))
@@ -118,16 +100,14 @@ def test_a_request_that_is_held_back_for_memory_waits(rig):
     rig.stored(3)
     first, second = rig.arrive(make_request(200, "first")), rig.arrive(make_request(200, "second"))
     rig.scheduler._open_loads._num_blocks = 8  # one of the loads fits
-    assert rig.match(first) == (192, True)
-    rig.allocate(first, blocks(7), 192)
+    assert rig.begin(first) == 192
     rig.scheduler._computing.clear()
     assert rig.match(second) == (None, False)
     rig.step()
     rig.now = 2.0
     rig.report(received=["first"])
     end_step(rig, compute(rig, first, 192, seconds=0.0))
-    assert rig.match(second) == (192, True)
-    rig.allocate(second, blocks(7), 192)
+    assert rig.begin(second) == 192
     rig.step()
     rig.report(received=["second"])
     end_step(rig, compute(rig, second, 192, seconds=0.0))
@@ -138,14 +118,14 @@ def test_a_request_that_is_held_back_for_memory_waits(rig):
 
 
 def test_a_failed_load_of_a_request_that_is_aborted_counts_as_failed(rig):
-    request = start_load(rig)
+    request = rig.loading()
     rig.report(failed=["r"], received=["r"])
     rig.finish(request)
     assert sent(rig) == [RequestTimes("r", num_failed_tokens=192)]
 
 
 def test_a_request_that_is_aborted_during_its_load_is_reported_after_its_schedule(rig):
-    request = start_load(rig)
+    request = rig.loading()
     rig.finish(request)
     assert not sent(rig), "the sidecar does not know the load yet"
     rig.now = 0.25
@@ -156,7 +136,7 @@ def test_a_request_that_is_aborted_during_its_load_is_reported_after_its_schedul
 
 def test_a_request_that_ends_with_its_first_token_is_reported_after_the_step(rig):
     """vLLM ends such a request before it hands over the workers' report."""
-    request = start(rig, rig.arrive(make_request(200)))
+    request = rig.computing()
     step = compute(rig, request, 0)
     rig.finish(request)
     end_step(rig, step)
@@ -173,13 +153,13 @@ def test_a_request_that_was_never_scheduled_is_not_reported(rig):
 def test_a_preempted_request_is_reported_for_each_start(rig):
     request = rig.arrive(make_request(200))
     for _ in range(2):
-        start(rig, request)
+        rig.begin(request)
         rig.now += 1.0
         rig.step(preempted=["r"])
-    start(rig, request)
+    rig.begin(request)
     end_step(rig, compute(rig, request, 0))
     rig.step(preempted=["r"])
-    start(rig, request)
+    rig.begin(request)
     end_step(rig, compute(rig, request, 0))
     first_tokens = [times.first_token_seconds for times in sent(rig)]
     assert first_tokens == [0.0, 0.0, 2.5, 0.0], "only one start computes the first token"
@@ -203,7 +183,7 @@ def test_times_precede_the_report_of_the_next_start(rig, monkeypatch):
     rig.lookups._times_sent_at = math.inf  # times wait for another call
     request = rig.arrive(make_request(200))
     for _ in range(2):
-        start(rig, request)
+        rig.begin(request)
         end_step(rig, compute(rig, request, 0))
         rig.step(preempted=["r"])
     assert len(sent(rig)) == 2
@@ -215,7 +195,7 @@ def test_overlapping_steps_end_in_their_order(rig):
     first, second = rig.arrive(make_request(200, "1")), rig.arrive(make_request(200, "2", cache_salt="s"))
     steps = []
     for request in (first, second):
-        start(rig, request)
+        rig.begin(request)
         steps.append(compute(rig, request, 0))
     assert steps[0] < steps[1]
     end_step(rig, steps[0])
@@ -227,7 +207,7 @@ def test_overlapping_steps_end_in_their_order(rig):
 
 def test_times_wait_while_the_sidecar_does_not_answer(rig, monkeypatch):
     monkeypatch.setattr("lmcache_client.core.calls.PAUSE_SECONDS", 0.0)
-    request = start(rig, rig.arrive(make_request(200)))
+    request = rig.computing()
     rig.drain_lookups()
     rig.session.is_down = True
     rig.lookups._calls._paused_until = float("inf")
@@ -252,8 +232,7 @@ def test_many_times_take_few_calls(rig):
     for number in range(600):
         request = make_request(40, str(number))
         rig.scheduler.on_new_request(request)
-        rig.match(request)
-        rig.allocate(request, blocks(2), 0)
+        rig.begin(request)
         end_step(rig, rig.step(new=[(str(number), blocks(2), 0, 40)]).timed_step)
     gate.set()
     assert len(sent(rig)) == 600
@@ -262,7 +241,7 @@ def test_many_times_take_few_calls(rig):
 
 def test_times_are_sent_when_the_side_is_taken_offline():
     rig = Rig()
-    start(rig, rig.arrive(make_request(200)))
+    rig.computing()
     rig.scheduler.go_offline()
     rig.lookups._thread.join(60)
     assert [times.request_id for times in rig.session.times] == ["r"]

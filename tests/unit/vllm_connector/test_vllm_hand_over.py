@@ -150,8 +150,7 @@ def test_wait_without_rows_is_short_even_if_computing_takes_long_and_is_not_repe
     rig.scheduler._rate.tokens_per_second = 64 / 10.0
     request = arrive_and_wait(rig)
     rig.now = TIMING.first_row_seconds
-    assert rig.match(request) == (0, False)
-    rig.allocate(request, blocks(7), 0)
+    assert rig.begin(request) == 0
     rig.step([("r", blocks(7), 0, 200)])
     rig.step(preempted=["r"])
     assert rig.match(request) == (0, False)
