@@ -66,12 +66,6 @@ def test_pieces_adjacent_on_both_sides_are_joined(drawn):
     assert not ((to[1:] == to[:-1] + sizes[:-1]) & (from_[1:] == from_[:-1] + sizes[:-1])).any()
 
 
-def test_adjacent_pages_of_a_block_outermost_layout_become_a_single_piece():
-    pages = np.arange(512, dtype=np.uint64) * np.uint64(4096)
-    batch = CopyBatch(pages, pages + np.uint64(1 << 40), np.full(512, 4096, np.uint64))
-    assert batch.sizes.tolist() == [512 * 4096]
-
-
 def test_refuses_arrays_of_unequal_length():
     with pytest.raises(ValueError, match="2 targets, 1 sources and 2 sizes"):
         CopyBatch(words([0, 1]), words([5]), words([1, 1]))

@@ -151,11 +151,3 @@ def test_progress_is_reported_after_every_registration(monkeypatch):
         monkeypatch, context, 4, on_change=lambda: reports.append(context.seconds), reports_progress=True
     )
     assert len(reports) == 4
-
-
-def test_memory_without_a_whole_page_is_never_pinned():
-    pins = Pins(Registrations(set()), ADDRESS + 8, PAGE_BYTES, EXTENT)
-    pins.set_ready(PAGE_BYTES)
-    assert pins.wait(60)
-    assert not pins.covers(np.array([ADDRESS + 8], np.uint64)).any()
-    pins.close()

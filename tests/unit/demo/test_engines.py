@@ -3,11 +3,9 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import demo.__main__ as program
 from demo import engine, engines, start
 from testing.packages import InstallationError
 from testing.sglang import environment
@@ -34,30 +32,6 @@ def test_kind_survives_the_set_up(set_arguments, monkeypatch):
     set_arguments("engine")
     assert start.arguments(None).kind == "vllm"
     assert set(start.KINDS) == set(engines.KINDS)
-
-
-class Fake:
-    """A kind of engine that records calls."""
-
-    name, chunk_tokens = "fake", 64
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def prepare(self) -> None:
-        self.calls.append("prepare")
-
-    def start(self, sidecar: object, log: Path) -> engines.Engine:
-        raise NotImplementedError
-
-
-def test_engine_is_installed_before_the_measurement(monkeypatch):
-    kind = Fake()
-    monkeypatch.setattr(engine, "run", lambda kind, *_: kind.calls.append("run") or {})
-    program.run(["engine"], kind, None)
-    assert kind.calls == ["prepare", "run"]
-    program.run([], kind, None)
-    assert kind.calls == ["prepare", "run"], "the Kubernetes part needs no engine"
 
 
 def test_demo_ends_with_the_remedy_if_sglang_cannot_be_installed(monkeypatch):

@@ -15,6 +15,7 @@ from lmcache_sidecar.clients.validation import CallRefusedError
 from lmcache_sidecar.copiers import copier
 from lmcache_sidecar.copiers.jobs import Job
 from lmcache_store.kv_groups import KVGroup
+from tests.harness.loops import in_a_loop
 from tests.harness.sidecar.world import new_uuid, world
 
 __all__ = ["world"]
@@ -101,8 +102,12 @@ def test_slots_are_held_until_their_copy_ends(engine):
         assert list((await call).copied) == [True, True]
         assert not engine.memory._held
         engine.world.commit(engine.client, slots)
-
-    asyncio.run(run())
+    with pytest.raises(CallRefusedError, match=r"nothing was copied: a copy .* is under way"):
+        await engine.world.sessions.copy_blocks(request(engine, slots))
+    engine.gpu.end()
+    assert list((await call).copied) == [True, True]
+    assert engine.memory.num_held == 0
+    engine.world.commit(engine.client, slots)
 
 
 def test_cancelled_copy_holds_its_slots_until_it_ends(engine):
@@ -121,16 +126,14 @@ def test_cancelled_copy_holds_its_slots_until_it_ends(engine):
     asyncio.run(run())
 
 
-def test_failed_copy_must_be_done_by_the_engine(engine):
-    async def run() -> None:
-        slots, call = await begin_copy(engine, 1)
-        engine.gpu.end(is_copied=False)
-        with pytest.raises(CallRefusedError, match="the reader died") as caught:
-            await call
-        assert caught.value.reason == service.REASON_ENGINE_COPIES
-        engine.world.commit(engine.client, slots)  # the engine has copied the slot itself
-
-    asyncio.run(run())
+@in_a_loop
+async def test_failed_copy_must_be_done_by_the_engine(engine):
+    slots, call = await begin_copy(engine, 1)
+    engine.gpu.end(is_copied=False)
+    with pytest.raises(CallRefusedError, match="the reader died") as caught:
+        await call
+    assert caught.value.reason == service.REASON_ENGINE_COPIES
+    engine.world.commit(engine.client, slots)  # the engine has copied the slot itself
 
 
 def test_invalid_copy_is_refused_and_holds_no_slot(engine):

@@ -15,6 +15,7 @@ import pytest
 
 from lmcache_sidecar.pages.http import HttpServer, Page, parse_head
 from lmcache_store.common.timing import TIMING
+from tests.harness.loops import in_a_loop
 
 T = TypeVar("T")
 
@@ -131,29 +132,27 @@ def test_slow_connection_is_closed(monkeypatch):
 
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1", "::1", "::", "0.0.0.0", "localhost"])
-def test_server_listens_on_the_given_host_or_on_all(host):
+@in_a_loop
+async def test_server_listens_on_the_given_host_or_on_all(host):
     # Another process may have this port for the other IP version. It may answer something else, or nothing.
     token = token_hex().encode()
 
     async def page(_: str) -> Page:
         return Page(HTTPStatus.OK, token)
 
-    async def run() -> list[str]:
-        server, answering = HttpServer({"/": page}), []
-        port = server.start(host, 0)
-        for address in ("127.0.0.1", "::1"):
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                async with asyncio.timeout(30):
-                    reader, writer = await asyncio.open_connection(address, port)
-                    with contextlib.closing(writer):
-                        writer.write(b"GET / HTTP/1.0\r\n\r\n")
-                        if (await reader.read()).endswith(token):
-                            answering.append(address)
-        await server.stop()
-        return answering
-
+    server, answering = HttpServer({"/": page}), []
+    port = server.start(host, 0)
+    for address in ("127.0.0.1", "::1"):
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout(30):
+                reader, writer = await asyncio.open_connection(address, port)
+                with contextlib.closing(writer):
+                    writer.write(b"GET / HTTP/1.0\r\n\r\n")
+                    if (await reader.read()).endswith(token):
+                        answering.append(address)
+    await server.stop()
     expected = {"": ["127.0.0.1", "::1"], "::1": ["::1"], "::": ["::1"]}
-    assert asyncio.run(run()) == expected.get(host, ["127.0.0.1"])
+    assert answering == expected.get(host, ["127.0.0.1"])
 
 
 def was_closed(client: socket.socket) -> bool:
@@ -162,35 +161,31 @@ def was_closed(client: socket.socket) -> bool:
     return False
 
 
-def test_flood_of_connections_uses_a_bounded_number_of_descriptors():
-    async def run() -> int:
-        server, max_connections = HttpServer({}), 0
-        port = server.start("127.0.0.1", 0)
-        with contextlib.ExitStack() as stack:
-            # All connections exist before the loop accepts the first.
-            clients = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(120)]
-            async with asyncio.timeout(60):
-                while sum(map(was_closed, clients)) < 120 - 32:
-                    await asyncio.sleep(0)
-                    max_connections = max(max_connections, len(server._connections))
-            await server.stop()
-        return max_connections
-
-    assert 32 < asyncio.run(run()) < 40
+@in_a_loop
+async def test_flood_of_connections_uses_a_bounded_number_of_descriptors():
+    server, max_connections = HttpServer({}), 0
+    port = server.start("127.0.0.1", 0)
+    with contextlib.ExitStack() as stack:
+        # All connections exist before the loop accepts the first.
+        clients = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(120)]
+        async with asyncio.timeout(60):
+            while sum(map(was_closed, clients)) < 120 - 32:
+                await asyncio.sleep(0)
+                max_connections = max(max_connections, len(server._connections))
+        await server.stop()
+    assert 32 < max_connections < 40
 
 
-def test_port_in_use_raises_error():
-    async def run() -> None:
-        first, second = HttpServer({}), HttpServer({})
-        port = first.start("127.0.0.1", 0)
-        try:
-            with pytest.raises(OSError, match=r"(?i)address already in use"):
-                second.start("127.0.0.1", port)
-        finally:
-            await first.stop()
-            await second.stop()
-
-    asyncio.run(run())
+@in_a_loop
+async def test_port_in_use_raises_error():
+    first, second = HttpServer({}), HttpServer({})
+    port = first.start("127.0.0.1", 0)
+    try:
+        with pytest.raises(OSError, match=r"(?i)address already in use"):
+            second.start("127.0.0.1", port)
+    finally:
+        await first.stop()
+        await second.stop()
 
 
 def test_head_is_parsed_as_rfc_9112_says():

@@ -20,6 +20,7 @@ from lmcache_sidecar.pages.stats import Figure, StatsPart, declared, document, r
 from lmcache_sidecar.server import Server
 from lmcache_store.tiers.disk.tier import DiskTier
 from lmcache_store.tiers.stats import MemoryStats, ObjectStats, Removal, TieredStats, counter, counters
+from tests.harness.loops import in_a_loop
 
 
 class BrokenSessions:
@@ -34,24 +35,20 @@ class BrokenSessions:
         return pb.ReleaseReply()
 
 
-def test_bug_in_a_handler_returns_internal_error_and_the_server_continues(tmp_path, caplog):
+@in_a_loop
+async def test_bug_in_a_handler_returns_internal_error_and_the_server_continues(tmp_path, caplog):
     metrics = CallStats()
-
-    async def run() -> grpc.aio.AioRpcError:
-        server = Server(BrokenSessions(), str(tmp_path / "s.sock"), metrics)
-        await server.start()
-        async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s.sock") as channel:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await channel.unary_unary(LOOKUP.path, None, None)(b"", timeout=60)
-            assert await channel.unary_unary(RELEASE.path, None, None)(b"", timeout=60) == b""
-        await server.stop()
-        return caught.value
-
-    error = asyncio.run(run())
-    assert error.code() is grpc.StatusCode.INTERNAL
-    assert error.details().endswith("failed: this is a bug, see the sidecar's log")
+    server = Server(BrokenSessions(), str(tmp_path / "s.sock"), metrics)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s.sock") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary(LOOKUP.path, None, None)(b"", timeout=60)
+        assert await channel.unary_unary(RELEASE.path, None, None)(b"", timeout=60) == b""
+    await server.stop()
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert caught.value.details().endswith("failed: this is a bug, see the sidecar's log")
     assert "boom" in caplog.text
-    text = asyncio.run(render(metrics, [])).decode()
+    text = (await render(metrics, [])).decode()
     assert 'lmcache_rpcs_total{code="INTERNAL",method="Lookup"} 1.0' in text
     assert 'lmcache_rpcs_total{code="OK",method="Release"} 1.0' in text
     assert 'lmcache_rpc_seconds_count{method="Release"} 1.0' in text
@@ -140,21 +137,12 @@ def test_prometheus_parser_reads_the_rendered_text():
     assert families["process_resident_memory_bytes"].samples[0].value > 1 << 20
 
 
-def test_other_tasks_run_during_rendering():
-    turns = 0
-
-    async def count_turns() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    async def run() -> None:
-        task = asyncio.create_task(count_turns())
-        await render(CallStats(), PARTS)
-        task.cancel()
-
-    asyncio.run(run())
+@in_a_loop
+async def test_other_tasks_run_during_rendering():
+    rendering, turns = asyncio.create_task(render(CallStats(), PARTS)), 0
+    while not rendering.done():
+        turns += 1
+        await asyncio.sleep(0)
     assert turns >= 2 + 4  # families of calls and of PARTS
 
 
