@@ -20,8 +20,8 @@ from lmcache_client.cuda.errors import CudaError
 from testing.child_process import wait_until
 
 
-def make_results(folder, step="facts"):
-    noted = Results(folder, step)
+def make_results(folder):
+    noted = Results(folder, "facts")
     section = noted.section("Copies", ("size", "GB/s"), "How fast.")
     section.add("2 MiB", "50.1")
     return noted, section

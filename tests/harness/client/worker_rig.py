@@ -106,11 +106,10 @@ class WorkerRig:
     def stored_bytes(self):
         return [self.session.slots[slot.row][:2].tolist() for slot in self.session.committed]
 
-    def load(self, *slots, request_id="r", blocks=(11, 12, 13, 14), fails_by_block=True):
+    def load(self, *slots, blocks=(11, 12, 13, 14), fails_by_block=True):
         size = len(blocks) // len(slots)
         group = GroupLoad(0, blocks, found_rows(*slots), blocks_per_row=size)
-        job = LoadJob(request_id, (group,), fails_by_block)
-        self.worker.start_loads(StepMeta(loads=[job]))
+        self.worker.start_loads(StepMeta(loads=[LoadJob("r", (group,), fails_by_block)]))
 
     def reclaim(self, *job_ids):
         self.worker.handle_preemptions(StepMeta(reclaimed=set(job_ids)))

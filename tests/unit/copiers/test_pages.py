@@ -18,13 +18,10 @@ def words(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.uint64)
 
 
-def pages(*layers: tuple[int, int, int, int], num_blocks: int = 5, blocks_per_row: int = 2) -> pb.GroupPages:
+def pages(*layers: tuple[int, int, int, int]) -> pb.GroupPages:
     names = ("allocation", "offset", "page_bytes", "block_stride")
-    return pb.GroupPages(
-        num_blocks=num_blocks,
-        blocks_per_row=blocks_per_row,
-        layers=[pb.LayerPages(**dict(zip(names, layer, strict=True))) for layer in layers],
-    )
+    described = [pb.LayerPages(**dict(zip(names, layer, strict=True))) for layer in layers]
+    return pb.GroupPages(num_blocks=5, blocks_per_row=2, layers=described)
 
 
 def opened(*sizes: int) -> list[Opened]:

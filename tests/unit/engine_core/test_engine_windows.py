@@ -20,10 +20,10 @@ STATE = KVGroup(3, 32, 1024, 0, GroupKind.STATE)
 GROUPS = (FULL, WINDOW, CHUNKED, STATE)
 
 
-def tables(num_tokens=200):
-    """Block tables of all groups, with numbers by group."""
+def tables():
+    """Block tables of all groups for 200 tokens, with numbers by group."""
     return tuple(
-        [100 * group + number for number in range(1, num_tokens // size + 2)]
+        [100 * group + number for number in range(1, 200 // size + 2)]
         for group, size in enumerate([16, 16, 32, 32])
     )
 

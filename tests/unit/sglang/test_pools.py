@@ -93,8 +93,8 @@ def raw(tensor):
     return dense.view(torch.uint8).view(-1).numpy().copy()
 
 
-def slot_for(copier, group=0, fill=0xEE):
-    return np.full(copier.row_bytes[group] + 100, fill, np.uint8)
+def slot_for(copier, group=0):
+    return np.full(copier.row_bytes[group] + 100, 0xEE, np.uint8)
 
 
 def check_copies(pool):

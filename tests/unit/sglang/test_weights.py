@@ -52,8 +52,8 @@ def engine(watch):
     return state
 
 
-def name(watch, namespace=NAMESPACE, engine=ENGINE):
-    return watch.name(namespace, engine)
+def name(watch):
+    return watch.name(NAMESPACE, ENGINE)
 
 
 @pytest.mark.parametrize("method", _UPDATES)

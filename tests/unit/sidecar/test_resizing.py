@@ -42,8 +42,8 @@ class Scenario(ResizingModel):
                 if worker.is_attached:
                     worker.work()
 
-    def shrink(self, num_bytes: int = SIZES[0]) -> None:
-        self.request_size(num_bytes)
+    def shrink(self) -> None:
+        self.request_size(SIZES[0])
 
     def assert_waits(self, reason: str) -> None:
         assert reason in self.resizer.problem

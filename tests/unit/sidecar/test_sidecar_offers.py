@@ -31,11 +31,9 @@ def layers(**fields: Any) -> tuple[GroupPages, ...]:
     return (replace(GROUP, layers=(replace(PAGES, **fields),)),)
 
 
-def peer_of(transfer: TransferOffer, role: Role = Role.WORKER, change=lambda hello: None):
+def peer_of(transfer: TransferOffer, role: Role = Role.WORKER):
     hello = ClientHello(role, b"e" * 16, b"n" * 32, 256, (KVGroup(0, 16, 4096),), transfer=transfer)
-    message = hello_message(hello, b"u" * 16)
-    change(message)
-    return parse_hello(message)
+    return parse_hello(hello_message(hello, b"u" * 16))
 
 
 @pytest.mark.parametrize(
