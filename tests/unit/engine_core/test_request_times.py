@@ -32,29 +32,6 @@ def approximately(times: RequestTimes) -> RequestTimes:
     return RequestTimes(*(round(value, 6) if isinstance(value, float) else value for value in times))
 
 
-def test_a_computed_request_took_its_queue_and_its_step(rig):
-    request = rig.arrive(make_request(200))
-    rig.now = 0.75  # in the engine's own queue
-    assert rig.begin(request) == 0
-    step = compute(rig, request, 0)
-    assert step, "a step of a first token is timed, however short it is"
-    assert not sent(rig), "the step is running"
-    end_step(rig, step)
-    assert sent(rig) == [RequestTimes("r", first_token_seconds=1.25)]
-
-
-def test_a_load_is_timed_from_its_begin_to_its_report(rig):
-    rig.stored(3)
-    request = rig.arrive(make_request(200))
-    rig.now = 1.0
-    assert rig.begin(request) == 192
-    rig.step()
-    rig.now = 1.25
-    rig.report(received=["r"])
-    end_step(rig, compute(rig, request, 192))
-    assert sent(rig) == [RequestTimes("r", load_seconds=0.25, first_token_seconds=1.75)]
-
-
 def test_the_lookup_ends_with_the_sidecars_answer(rig):
     rig.session.before_lookup = lambda: setattr(rig, "now", rig.now + 0.125)
     request = rig.arrive(make_request(200))
@@ -132,15 +109,6 @@ def test_a_request_that_is_aborted_during_its_load_is_reported_after_its_schedul
     rig.report(received=["r"])
     assert sent(rig) == [RequestTimes("r", load_seconds=0.25)]
     assert [name for name, *_ in rig.session.scheduled] == ["r"]
-
-
-def test_a_request_that_ends_with_its_first_token_is_reported_after_the_step(rig):
-    """vLLM ends such a request before it hands over the workers' report."""
-    request = rig.computing()
-    step = compute(rig, request, 0)
-    rig.finish(request)
-    end_step(rig, step)
-    assert sent(rig) == [RequestTimes("r", first_token_seconds=0.5)]
 
 
 def test_a_request_that_was_never_scheduled_is_not_reported(rig):
