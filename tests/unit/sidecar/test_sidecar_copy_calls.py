@@ -90,40 +90,32 @@ def end_engine(engine) -> None:
     engine.world.pass_time(10.0)
 
 
-def test_slots_are_held_until_their_copy_ends(engine):
-    async def run() -> None:
-        slots, call = await begin_copy(engine, 1, 2)
-        assert len(engine.memory._held) == 2
-        with pytest.raises(CallRefusedError, match=r"nothing was committed: a copy .* is under way"):
-            engine.world.commit(engine.client, slots)
-        with pytest.raises(CallRefusedError, match=r"nothing was copied: a copy .* is under way"):
-            await engine.world.sessions.copy_blocks(request(engine, slots))
-        engine.gpu.end()
-        assert list((await call).copied) == [True, True]
-        assert not engine.memory._held
+@in_a_loop
+async def test_slots_are_held_until_their_copy_ends(engine):
+    slots, call = await begin_copy(engine, 1, 2)
+    assert len(engine.memory._held) == 2
+    with pytest.raises(CallRefusedError, match=r"nothing was committed: a copy .* is under way"):
         engine.world.commit(engine.client, slots)
     with pytest.raises(CallRefusedError, match=r"nothing was copied: a copy .* is under way"):
         await engine.world.sessions.copy_blocks(request(engine, slots))
     engine.gpu.end()
     assert list((await call).copied) == [True, True]
-    assert engine.memory.num_held == 0
+    assert not engine.memory._held
     engine.world.commit(engine.client, slots)
 
 
-def test_cancelled_copy_holds_its_slots_until_it_ends(engine):
-    async def run() -> None:
-        slots, call = await begin_copy(engine, 1)
-        call.cancel()  # as at the deadline of the call
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        assert engine.gpu.dropped == engine.gpu.jobs, "copies that have not started must not start"
-        engine.world.abort(engine.client, slots)
-        assert (len(engine.memory._held), engine.memory.num_used) == (1, 1)
-        engine.gpu.end()
-        await asyncio.sleep(0)
-        assert (len(engine.memory._held), engine.memory.num_used) == (0, 0)
-
-    asyncio.run(run())
+@in_a_loop
+async def test_cancelled_copy_holds_its_slots_until_it_ends(engine):
+    slots, call = await begin_copy(engine, 1)
+    call.cancel()  # as at the deadline of the call
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert engine.gpu.dropped == engine.gpu.jobs, "copies that have not started must not start"
+    engine.world.abort(engine.client, slots)
+    assert (len(engine.memory._held), engine.memory.num_used) == (1, 1)
+    engine.gpu.end()
+    await asyncio.sleep(0)
+    assert (len(engine.memory._held), engine.memory.num_used) == (0, 0)
 
 
 @in_a_loop

@@ -18,10 +18,6 @@ from lmcache_sidecar.lower_tiers import TierHandle, open_tiers
 from lmcache_sidecar.pages import metrics
 from lmcache_sidecar.pages.stats import document
 from lmcache_sidecar.sidecar import Sidecar
-from lmcache_store.tiers.base import Loaded, LowerTier, ObjectId, RowKey
-from lmcache_store.tiers.circuit import Circuit
-from lmcache_store.tiers.header import digests as digests_of
-from lmcache_store.tiers.stats import ObjectStats
 from testing.child_process import wait_until
 from tests.harness.engine import assert_stored, load, store
 from tests.harness.sidecar.in_process import run_sidecar
@@ -33,44 +29,6 @@ class Attic(FakeTier):
     """A tier that the sidecar does not have."""
 
     address = "attic:under the roof"
-    takes_writes = True
-    is_encrypted = False
-    residence_seconds = math.inf
-
-    def __init__(self) -> None:
-        self.health = Circuit("attic", lambda: None)
-        self.stats = ObjectStats()
-        self.objects: dict[ObjectId, bytes] = {}
-        self.calls: set[str] = set()
-
-    @property
-    def used_bytes(self) -> int:
-        return sum(map(len, self.objects.values()))
-
-    def check(self) -> None:
-        self.calls.add("check")
-
-    def rate_of(self, keys: Sequence[RowKey]) -> float | None:
-        return None
-
-    def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
-        return [object_id in self.objects for object_id in ids]
-
-    def load(self, object_id: ObjectId, into: memoryview, length: int | None = None) -> Loaded | None:
-        payload = self.objects[object_id]
-        into[: len(payload)] = payload
-        self.stats.hits += 1
-        return Loaded(len(payload), digests_of(payload))
-
-    def store(
-        self, object_id: ObjectId, payload: memoryview, label: bytes = b"", digests: bytes = b""
-    ) -> bool:
-        self.objects[object_id] = bytes(payload)
-        self.stats.stored += 1
-        return True
-
-    def touch(self, keys: Sequence[RowKey], num_columns: int) -> set[RowKey]:
-        return set()
 
     def close(self) -> None:
         self.calls["close"] += 1
