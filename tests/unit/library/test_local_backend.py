@@ -144,6 +144,21 @@ def test_full_queue_blocks_puts(monkeypatch, backend):
     assert backend.num_faults == 0
 
 
+def test_put_replaces_an_older_one_that_is_still_queued(monkeypatch, backend):
+    gate, put = threading.Event(), backend._put
+    monkeypatch.setattr(
+        backend, "_put", lambda key, *rest: (key != make_key("a") or gate.wait(60)) and put(key, *rest)
+    )
+    older, newer = make_chunk(seed=1), make_chunk(seed=2)
+    for name in "ab":
+        backend.put(make_key(name), older, blocking=False)
+    backend.put(make_key("b"), newer)
+    gate.set()
+    backend.put(make_key("last"), older, blocking=False)
+    wait_until(lambda: backend.contains(make_key("last")))
+    assert torch.equal(backend.get(make_key("b")), newer)
+
+
 def test_defect_11_failed_and_unused_backends_leave_no_threads():
     before = threading.active_count()
     with pytest.raises(RuntimeError):
