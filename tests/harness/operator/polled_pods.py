@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -21,6 +21,7 @@ from testing.workloads.requests import Request, Workload
 from testing.workloads.sidecars import Sidecars
 from testing.workloads.tiers import Service
 from tests.harness.operator.model import cluster
+from tests.harness.web import served
 
 PATIENCE = 60.0
 
@@ -52,9 +53,9 @@ class Pods:
 class Rig:
     """A poller and its clusters, which all have the same pods."""
 
-    def __init__(self, pods: Pods, poller: Poller, num_pods: int) -> None:
+    def __init__(self, pods: Pods, poller: Poller) -> None:
         self.pods, self.poller = pods, poller
-        self.addresses = {f"uid-{pod}": f"127.0.0.{pod + 1}" for pod in range(num_pods)}
+        self.addresses = {f"uid-{pod}": f"127.0.0.{pod + 1}" for pod in range(2)}
 
     def observed(self, **spec: Any) -> dict[str, Observed]:
         template = {"metadata": {"annotations": {SPEC_HASH: "1"}}}
@@ -79,7 +80,7 @@ class Rig:
     def report(self, number: int = 0, **spec: Any) -> Report | None:
         return self.poller.report(ClusterKey("default", "demo", f"cluster-{number}"), self.observed(**spec))
 
-    async def until(self, condition: Callable[[], Any], **spec: Any) -> Any:
+    async def until(self, condition: Callable[[], Any]) -> Any:
         async with asyncio.timeout(PATIENCE):
             while not (value := condition()):  # noqa: ASYNC110 - the condition has no event
                 await asyncio.sleep(0.01)  # real time: polls
@@ -91,28 +92,20 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(num_pods: int = 2, **options: Any) -> AsyncIterator[Rig]:
-    """A rig whose clock advances by 15 minutes at each read, so that each poll decides."""
+async def rig() -> AsyncIterator[Rig]:
+    """A rig of two pods whose clock advances by 15 minutes at each read, so that each poll decides."""
     workload = Workload([])
     minutes = itertools.count(1.8e9, 900.0)
-    pods = Pods(Sidecars(workload, Service(num_pods, 0, 50), num_pods, 64 << 30), lambda: next(minutes))
-    runners, port = [], 0
-    for pod in range(num_pods):
-        runner = web.AppRunner(pods.application(pod), access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, f"127.0.0.{pod + 1}", port)
-        await site.start()
-        port = runner.addresses[0][1]
-        runners.append(runner)
-    woken: list[ClusterKey] = []
-    async with StatsClient(port, seconds=5.0) as stats:
-        poller = Poller(stats, woken.append, clock=lambda: next(minutes), poll_seconds=0.01, **options)
-        try:
-            yield Rig(pods, poller, num_pods)
-        finally:
-            await poller.close()
-            for runner in runners:
-                await runner.cleanup()
+    pods = Pods(Sidecars(workload, Service(2, 0, 50), 2, 64 << 30), lambda: next(minutes))
+    port = 0
+    async with AsyncExitStack() as stack:
+        for pod in range(2):
+            site = served(pods.application(pod), f"127.0.0.{pod + 1}", port)
+            port = await stack.enter_async_context(site)
+        stats = await stack.enter_async_context(StatsClient(port, seconds=5.0))
+        poller = Poller(stats, lambda _: None, clock=lambda: next(minutes), poll_seconds=0.01)
+        stack.push_async_callback(poller.close)
+        yield Rig(pods, poller)
 
 
 def serve(pods: Pods, pod: int, number: int = 1) -> None:

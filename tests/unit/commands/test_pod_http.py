@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,9 +12,9 @@ from kubernetes.aio.client import ApiClient, Configuration
 
 from lmcache_operator.kube.client import KubeApi, connect
 from lmcache_operator.kube.pod_http import CREATE_FORWARD, GET_PROXY, PodAnswer, PodHttp
+from tests.harness.web import Handler, served
 from tests.unit.commands.test_connection import lead_to
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PAGE = b'{"is_ready": true}'
 POD = "/api/v1/namespaces/n/pods/p"
 
@@ -90,18 +90,6 @@ async def connected(application: web.Application) -> AsyncIterator[KubeApi]:
         ApiClient(Configuration(host=f"http://127.0.0.1:{port}")) as client,
     ):
         yield KubeApi(client)
-
-
-@asynccontextmanager
-async def served(application: web.Application) -> AsyncIterator[int]:
-    """Serve an application. Yields its port."""
-    runner = web.AppRunner(application, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()
 
 
 def test_proxy_answers_without_a_port_forward() -> None:

@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import gc
 import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -25,6 +24,7 @@ from lmcache_operator.kube.client import KubeApi, apply_patch, connect
 from lmcache_operator.kube.refusals import error_of
 from lmcache_operator.specs.kinds import EVENT, NODE, POD
 from tests.harness.operator.model import cluster
+from tests.harness.web import answering
 
 # -- errors and requests
 
@@ -76,26 +76,12 @@ class Server:
         return web.json_response(answer, status=status, headers=headers)
 
 
-@asynccontextmanager
-async def served(server: Server) -> AsyncIterator[str]:
-    """Serve requests, and yield the URL."""
-    application = web.Application()
-    application.router.add_route("*", "/{tail:.*}", server.handle)
-    runner = web.AppRunner(application)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
 def call(server: Server, method: str, *arguments: Any, is_down: bool = False, **options: Any) -> Any:
     """Answer of a call. ``is_down``: nothing listens. ``fence``: that of the client."""
 
     async def run() -> Any:
         async with AsyncExitStack() as stack:
-            url = await stack.enter_async_context(served(server))
+            url = await stack.enter_async_context(answering(server.handle))
             if is_down:
                 await stack.aclose()
             client = await stack.enter_async_context(ApiClient(Configuration(host=url)))
@@ -214,7 +200,7 @@ def test_question_that_waits_for_a_connection_ends_with_the_client(server: Serve
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: problems.append(context["message"]))
         server.is_open.clear()
-        async with served(server) as url:
+        async with answering(server.handle) as url:
             async with ApiClient(Configuration(host=url)) as client:
                 api = KubeApi(client)
                 answers = await asyncio.gather(*(api.ask(CORE, {}, seconds=0.5) for _ in range(70)))
@@ -281,7 +267,7 @@ def test_fence_is_checked_again_when_the_request_is_written(server, monkeypatch)
         return response
 
     async def write() -> None:
-        async with served(server) as url:
+        async with answering(server.handle) as url:
 
             async def configured(context: str | None) -> Configuration:
                 return Configuration(host=url)
@@ -299,7 +285,7 @@ def test_fence_is_checked_again_when_the_request_is_written(server, monkeypatch)
 def test_settle_waits_for_writes_of_cancelled_callers(server: Server) -> None:
     async def write() -> None:
         server.is_open.clear()
-        async with served(server) as url, ApiClient(Configuration(host=url)) as client:
+        async with answering(server.handle) as url, ApiClient(Configuration(host=url)) as client:
             api = KubeApi(client)
             caller = asyncio.create_task(api.apply(SERVICE, "u"))
             async with asyncio.timeout(60):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from lmcache_operator.kube.shallow import loads
 from lmcache_operator.kube.watch import login
 from lmcache_operator.specs.names import digest
+from tests.harness.web import answering
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
@@ -66,20 +67,12 @@ async def fetch(path: str, body: str, use: Callable[[aiohttp.ClientResponse], An
         accepted.append(request.headers["Accept"])
         return web.Response(text=body, content_type="application/json")
 
-    application = web.Application()
-    application.router.add_route("*", "/{tail:.*}", handle)
-    runner = web.AppRunner(application)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    write_kubeconfig(url)
-    connection = await login(settings=kopf.OperatorSettings())
-    assert connection is not None
-    try:
+    async with answering(handle) as url:
+        write_kubeconfig(url)
+        connection = await login(settings=kopf.OperatorSettings())
+        assert connection is not None
         async with connection.aiohttp_session as session, session.get(url + path) as response:
             return await use(response), accepted[0]
-    finally:
-        await runner.cleanup()
 
 
 @pytest.fixture(autouse=True)
