@@ -107,34 +107,6 @@ def test_users_assets_are_preferred_if_complete(tmp_path, monkeypatch, fake_go):
     assert binaries.directory(["etcd", "kwok"]) == binaries.cache_directory()
 
 
-@pytest.mark.parametrize("binary", binaries.LINKS)
-def test_programs_of_a_shared_binary_are_links_and_built_once(fake_go, binary):
-    log, names = fake_go(), binaries.LINKS[binary]
-    folder = binaries.directory(names)
-    assert {os.readlink(folder / name) for name in names} == {binary}
-    assert (binaries.directory(names), len(log.read_text().splitlines())) == (folder, 1)
-
-
-def test_programs_with_shared_packages_are_built_by_a_single_call(fake_go):
-    log = fake_go()
-    binaries.directory([*binaries.CONTROL_PLANE, "kubectl", "helm", "kwok"])
-    (line,) = log.read_text().splitlines()
-    assert "@" not in line  # a package with a version would use its own dependencies
-    assert "./node" not in line
-
-
-def test_release_without_shared_packages_uses_pinned_helm_and_kwok(monkeypatch):
-    monkeypatch.setattr(binaries, "_required", lambda module: None)
-    assert binaries._shared("sigs.k8s.io/kwok", "cmd/kwok", "v0.8.0") == "sigs.k8s.io/kwok/cmd/kwok@v0.8.0"
-
-
-def test_only_requested_programs_are_built(fake_go):
-    log = fake_go()
-    assert binaries.path("kubeconform").read_text().endswith("built")
-    assert "kubernetes" not in log.read_text().split()[-1]
-    assert binaries.find(["kube-apiserver"]) is None
-
-
 def test_concurrent_callers_build_once(fake_go):
     log = fake_go()
     threads = [threading.Thread(target=binaries.path, args=("kwok",)) for _ in range(4)]
@@ -173,23 +145,12 @@ def test_failed_download_falls_back_to_a_build(publisher, fake_go):
     assert binaries.path("helm").read_text().endswith("built")
 
 
-def test_changed_pin_changes_the_directory(monkeypatch):
-    before = binaries.cache_directory()
-    monkeypatch.setattr(binaries, "KWOK", "v0.9.0")
-    assert binaries.cache_directory() != before
-
-
 def test_unknown_program_is_reported():
     with pytest.raises(binaries.BinariesError, match=r"unknown program kubelt; there are .*kubelet"):
         binaries.path("kubelt")
 
 
 # -- the installer uv, also for programs that ``make`` did not start
-
-
-def test_uv_of_the_project_is_found_without_make(monkeypatch):
-    monkeypatch.setenv("PATH", "/nonexistent")
-    assert tools_cache.uv() == Path(sys.executable).parent / "uv"
 
 
 def test_missing_uv_raises_error_with_remedy(monkeypatch, tmp_path):
