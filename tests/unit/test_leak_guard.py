@@ -54,10 +54,6 @@ def open_file(stack: ExitStack) -> None:
     stack.callback(os.close, descriptor)
 
 
-def open_font(stack: ExitStack) -> None:
-    stack.callback(os.close, os.open("font", os.O_CREAT))
-
-
 def open_epolls(stack: ExitStack) -> None:
     """Open descriptors of a kind that may stay open."""
     for _ in range(100):
