@@ -1,33 +1,20 @@
 """The choice of tests for a change."""
 
-import subprocess
-
 import pytest
 
+from tests.harness.git import commit, git, new_repository
 from tools import changed_tests
 from tools.changed_tests import DOCS, MAX_INTEGRATION, PROCESSES, changed_paths, may_break_docs
 from tools.sources import ROOT
 
 
-def git(repository, *arguments):
-    identity = ("-c", "user.name=A", "-c", "user.email=a@example.com")
-    subprocess.run(["git", "-C", str(repository), *identity, *arguments], check=True, capture_output=True)
-
-
 @pytest.fixture
 def repository(tmp_path):
-    """One commit on main."""
-    git(tmp_path, "init", "--quiet", "--initial-branch=main")
+    """Two commits on main."""
+    new_repository(tmp_path)
     commit(tmp_path, "operator/edited.py")
     commit(tmp_path, "sidecar/deleted.py")
     return tmp_path
-
-
-def commit(repository, path):
-    (repository / path).parent.mkdir(exist_ok=True)
-    (repository / path).write_text("text")
-    git(repository, "add", ".")
-    git(repository, "commit", "--quiet", "-m", path)
 
 
 @pytest.fixture(scope="module")

@@ -1,33 +1,18 @@
 """The commit check reads the messages since the default branch."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.harness.git import commit, git, new_repository
 from tools import commits
 from tools.commits import Commit
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    git(tmp_path, "init", "--quiet", "--initial-branch=main")
-    git(tmp_path, "config", "user.name", "A")
-    git(tmp_path, "config", "user.email", "a@example.com")
-    commit(tmp_path, "README.md", "Refusing nothing of the default branch.")
+    commit(new_repository(tmp_path), "README.md", "Refusing nothing of the default branch.")
     return tmp_path
-
-
-def git(repository: Path, *arguments: str) -> None:
-    subprocess.run(["git", "-C", str(repository), *arguments], check=True, capture_output=True)
-
-
-def commit(repository: Path, path: str, *message: str) -> None:
-    (repository / path).parent.mkdir(exist_ok=True)
-    with (repository / path).open("a") as file:
-        file.write("text\n")
-    git(repository, "add", ".")
-    git(repository, "commit", "--quiet", *(part for text in message for part in ("-m", text)))
 
 
 def problems(subject: str, body: str = "Because of a reason.", *paths: str) -> list[str]:
