@@ -1,10 +1,8 @@
 """Reports of autoscaling decisions: status, condition, Events and metrics; no writes without a change."""
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import datetime, timedelta, tzinfo
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import pytest
 from prometheus_client import Gauge
@@ -13,11 +11,9 @@ from lmcache_operator import metrics
 from lmcache_operator.contract.base import Observed
 from lmcache_operator.policy.report import Choice, Report, tier_status
 from lmcache_operator.policy.state import Decision, Point
-from lmcache_operator.reconcile import reconciler
 from lmcache_operator.specs.kinds import ClusterKey
 from tests.harness.operator.components import KEY, ReconciledCluster
 from tests.harness.operator.model import NAME
-from tests.harness.operator.resizes import Node
 
 GIB = 1 << 30
 BOUNDS = {"minSize": "32Gi", "maxSize": "256Gi"}
@@ -69,10 +65,6 @@ class Rig(ReconciledCluster):
 
     def active(self) -> tuple[str, str]:
         return self.condition("AutoscalingActive")
-
-
-def uid_of(pod: dict[str, Any]) -> str:
-    return str(pod["metadata"]["uid"])
 
 
 def samples(gauge: Gauge) -> dict[str, float]:
@@ -168,43 +160,3 @@ def test_remote_tier_is_reported_in_shards() -> None:
     rig.settle()
     assert rig.status()["remote"]["recommended"] == 27
     assert samples(metrics.SHARDS) == {"current": 16, "recommended": 27}
-
-
-class AdvancingTime(datetime):
-    """Wall-clock time that advances by a second with each call, within one hour."""
-
-    seconds = itertools.count()
-
-    @classmethod
-    def now(cls, tz: tzinfo | None = None) -> Self:
-        return cls(2026, 1, 1, tzinfo=tz) + timedelta(seconds=next(cls.seconds))
-
-
-def test_two_operators_with_different_choices_stop_writing(monkeypatch):
-    """Two operators run without a Lease by mistake. Each stops changing a contested field, and reports it."""
-    monkeypatch.setattr(reconciler, "datetime", AdvancingTime)
-    rig = Rig("1Gi", mode="Auto", memory={"maxSize": "4Gi"})
-    before = {uid_of(pod) for pod in rig.world.pods.values()}
-    node = Node(world=rig.world)
-    rig.world.ask = node.ask
-    operators = []
-    for size in (2, 3):
-        rig.autoscaler = watcher = Watcher()
-        rig.restart_operator()
-        operators.append(rig.reconciler)
-        watcher.decide(GROW, memory=Choice(size * GIB, GIB), state=f"{size}")
-    written = []
-    for _ in range(14):
-        for rig.reconciler in operators:
-            rig.seconds += 1
-            rig.reconcile()
-            written.append(list(rig.writes))
-            for name in node.sidecars:
-                node.settle(name)
-    last_writes = [write for writes in written[-4:] for write in writes]
-    assert not any(write.startswith(("apply", "resize", "annotate")) for write in last_writes)
-    assert ("Warning", "FieldContested") in rig.world.events
-    assert {uid_of(pod) for pod in rig.world.pods.values()} == before
-    sizes = {sidecar.size for sidecar in node.sidecars.values()}
-    assert len(sizes) == 1
-    assert sizes < {2 * GIB, 3 * GIB}, "pods must have one of the two sizes"

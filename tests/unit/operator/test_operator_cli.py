@@ -17,26 +17,6 @@ ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_examples_render(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = example.read_text()
-    clusters = [manifest for manifest in yaml.safe_load_all(text) if manifest["kind"] == "LMCacheCluster"]
-    assert main(["render", "-f", str(example)]) == (0 if clusters else 2)
-    kinds = [rendered["kind"] for rendered in yaml.safe_load_all(capsys.readouterr().out)]
-    engine = ["ServiceAccount", "ConfigMap", "Service", "Service", "NetworkPolicy", "PodDisruptionBudget"]
-    engine += [*(["ResourceClaimTemplate"] if "deviceClassName" in text else []), "StatefulSet"]
-    prefill = engine if "prefill:" in text else []
-    engine = [*engine, *(["LMCacheCluster"] if prefill else []), "LMCacheProfile"]
-    shards = ["ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "StatefulSet"]
-    has_engine = any("engine" in cluster["spec"] for cluster in clusters)
-    expected = (["ConfigMap"] if any(map(has_peers, clusters)) else []) + (engine if has_engine else [])
-    expected += shards if any(map(has_shards, clusters)) else []
-    router = ["ServiceAccount", "Role", "RoleBinding", "Service", "NetworkPolicy", "PodDisruptionBudget"]
-    has_router = any("router" in cluster["spec"] for cluster in clusters)
-    expected += [*router, "Deployment"] if has_router else []
-    assert kinds == expected + ([*prefill, "LMCacheProfile"] if prefill else [])
-
-
 def has_shards(manifest: dict[str, Any]) -> bool:
     """Whether the cluster has managed shards, for which the operator creates a Secret."""
     return "managed" in tiers_of(manifest).get("remote", {})

@@ -141,12 +141,6 @@ def test_curve_reports_invalid_arguments(arguments, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_curve_without_a_file_needs_a_kubeconfig(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("KUBECONFIG", "")  # so that pytest undoes what the command sets
-    assert main(["curve", "--kubeconfig", str(tmp_path / "none")]) == 2
-    assert str(tmp_path / "none") in capsys.readouterr().err
-
-
 def test_kubectl_finds_the_plugin() -> None:
     """``kubectl lmcache`` runs the program kubectl-lmcache on PATH."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]

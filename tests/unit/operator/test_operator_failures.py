@@ -115,16 +115,6 @@ def test_internal_error_of_the_operator_is_reported() -> None:
     assert "RecursionError('too deep')" in bench.ready()[1]
 
 
-def test_refused_eviction_is_reported() -> None:
-    bench = ReconciledCluster.settled()
-    bench.world.change(engine={"args": ["--new"]})
-    bench.reconcile()
-    bench.world.run_stateful_sets()
-    bench.world.failures["evict"] = RefusedError("evict", "no right to it")
-    bench.reconcile()
-    assert bench.ready() == ("False", "eviction of pod demo-engine-0: no right to it")
-
-
 @pytest.mark.parametrize("first_pod", ["terminating", "loading"])
 def test_failed_mount_is_reported_regardless_of_other_pods(first_pod: str) -> None:
     bench = ReconciledCluster.settled(engine={"replicas": 2})

@@ -18,7 +18,7 @@ from lmcache_operator.specs.names import STOCK_IMAGES
 from lmcache_sidecar import config
 from tests.harness.operator.components import GOOD, ReconciledCluster
 from tests.harness.operator.model import World, cluster
-from tests.harness.operator.render import child_of, children, container, env_of, pod_of
+from tests.harness.operator.render import child_of, container, env_of, pod_of
 
 CLAIMS = {"gpu": {"deviceClassName": "gpu.nvidia.com"}}
 TWO = {"gpu": {"deviceClassName": "gpu.nvidia.com", "count": 2}, "parallelism": {"tensor": 2}}
@@ -53,20 +53,6 @@ def sidecar(allow_all_gpus: bool = False, **changes: Any) -> dict[str, Any]:
 def test_transfer_mode_follows_spec_and_gpus(changes, allow_all_gpus, mode, reason):
     transfer = planned_transfer(parse(cluster(**changes)), allow_all_gpus)
     assert transfer[:2] == (mode, reason)
-
-
-def test_engine_and_sidecar_share_a_resource_claim() -> None:
-    objects = children(engine=TWO)
-    request = {"name": "gpu", "exactly": {"count": 2, "deviceClassName": "gpu.nvidia.com"}}
-    assert objects[TEMPLATE]["spec"] == {"spec": {"devices": {"requests": [request]}}}
-    pod = objects[STATEFUL_SET]["spec"]["template"]["spec"]
-    assert pod["resourceClaims"] == [{"name": "gpu", "resourceClaimTemplateName": "demo-engine"}]
-    resources = {c["name"]: c["resources"] for c in pod["containers"] + pod["initContainers"]}
-    assert resources["engine"]["claims"] == resources["sidecar"]["claims"] == [{"name": "gpu"}]
-    assert "limits" not in resources["engine"]
-    assert "claims" not in resources["payload"]
-    # The container runtime must not add GPUs that are not in the claim.
-    assert env_of(container(pod, "sidecar"))["NVIDIA_VISIBLE_DEVICES"] == "void"
 
 
 def test_sidecar_that_does_not_copy_has_no_claim() -> None:

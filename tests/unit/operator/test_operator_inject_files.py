@@ -32,11 +32,6 @@ def unlabelled(**engine: Any) -> dict[str, Any]:
     return changed
 
 
-def test_second_injection_changes_nothing() -> None:
-    injected_once = injected(deployment())
-    assert injected(*injected_once) == injected_once
-
-
 def test_inject_changes_only_labelled_pods() -> None:
     service = {"kind": "Service", "metadata": {"name": "llm"}}
     results = injected(service, unlabelled(), deployment())

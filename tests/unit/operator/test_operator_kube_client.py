@@ -1,7 +1,6 @@
 """Requests to the API server, and handling of its responses."""
 
 import asyncio
-import contextlib
 import gc
 import json
 from contextlib import AsyncExitStack
@@ -18,11 +17,11 @@ from hypothesis import strategies as st
 from kubernetes.aio.client import ApiClient, Configuration
 from multidict import CIMultiDict
 
-from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError, UnavailableError
+from lmcache_operator.errors import NoAnswerError, RefusedError, UnavailableError
 from lmcache_operator.kube import client as kube_client
 from lmcache_operator.kube.client import KubeApi, apply_patch, connect
 from lmcache_operator.kube.refusals import error_of
-from lmcache_operator.specs.kinds import EVENT, NODE, POD
+from lmcache_operator.specs.kinds import NODE, POD
 from tests.harness.operator.model import cluster
 from tests.harness.web import answering
 
@@ -143,20 +142,6 @@ def test_apply_changes_only_the_observed_object(server: Server) -> None:
         assert json.loads(body)["metadata"] == SERVICE["metadata"] | condition
 
 
-def test_repeated_event_increments_its_count(server: Server) -> None:
-    first = {"count": 2, "firstTimestamp": "2025-12-31T00:00:00Z"}
-    for answer, count, first_timestamp in (((404, {}), 1, None), ((200, first), 3, first["firstTimestamp"])):
-        server.requests.clear()
-        server.answer = answer
-        with contextlib.suppress(ApiError):  # the server answers both calls alike
-            call(server, "post_event", cluster(), "Normal", "Ready", "yes", NOW)
-        (_, path, *_), (verb, *_, body) = server.requests
-        event = json.loads(body)
-        assert (verb, event["count"]) == ("PATCH", count)
-        assert event["firstTimestamp"] == first_timestamp or event["lastTimestamp"] == "2026-01-01T00:00:00Z"
-        assert path == f"/api/v1/namespaces/team/events/{event['metadata']['name']}"
-
-
 def test_delete_removes_only_the_observed_object(server: Server) -> None:
     call(server, "delete", POD, "n", "p", "u")
     call(server, "delete", POD, "n", "p", "u", grace_seconds=0)
@@ -164,20 +149,6 @@ def test_delete_removes_only_the_observed_object(server: Server) -> None:
     assert json.loads(body)["preconditions"] == json.loads(forced)["preconditions"] == {"uid": "u"}
     assert "gracePeriodSeconds" not in json.loads(body)
     assert json.loads(forced)["gracePeriodSeconds"] == 0
-
-
-def test_server_that_does_not_listen_gives_no_answer(server: Server) -> None:
-    with pytest.raises(ApiError, match="no answer"):
-        call(server, "get", POD, "n", "p", is_down=True)
-
-
-def test_find_passes_selectors(server: Server) -> None:
-    server.answer = (200, {"items": [1]})
-    pods = call(server, "find", POD, "n", labelSelector="a=b")
-    assert pods == call(server, "find", EVENT, "n", fieldSelector="involvedObject.uid=u") == [1]
-    assert [path for _, path, _, _ in server.requests] == [
-        f"{CORE}/pods?labelSelector=a%3Db", f"{CORE}/events?fieldSelector=involvedObject.uid%3Du",
-    ]  # fmt: skip
 
 
 def test_question_returns_status_body_and_warnings(server: Server) -> None:

@@ -94,19 +94,6 @@ def test_policy_follow_rolls_out_new_images_one_pod_at_a_time() -> None:
     assert {pod["spec"]["containers"][0]["image"] for pod in world.pods.values()} == {"vllm:next"}
 
 
-def test_image_in_the_spec_overrides_policy_follow() -> None:
-    named = {"engine": {"image": "e:1"}, "sidecar": {"image": "s:1"}}
-    world = settled_world(images={"policy": "Follow"}, **named)
-    due = plan(observe(world), NEWER)
-    assert due.fields["images"] == {"engine": "e:1", "sidecar": "s:1"}
-    assert not due.num_outdated
-
-
-def test_operator_upgrade_changes_no_image_of_an_existing_cluster() -> None:
-    world = settled_world()
-    assert is_empty(plan(observe(world), NEWER))
-
-
 def test_image_in_the_spec_is_not_recorded_as_default() -> None:
     world = settled_world(engine={"image": "vllm:own"})
     world.resource["status"] = status_of(world)
@@ -132,16 +119,6 @@ def test_images_are_restored_when_their_record_is_lost(lost: str) -> None:
 
 
 # -- replacing pods
-
-
-def test_pods_are_replaced_one_at_a_time() -> None:
-    world = outdated_world()
-    evicted = []
-    while (due := plan(observe(world), IMAGES)).evict:
-        evicted += names(due.evict)
-        carry_out(world, due)
-    assert evicted == ["demo-engine-0", "demo-engine-1", "demo-engine-2"]
-    assert is_empty(due)
 
 
 def test_unready_pod_is_replaced_first() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from lmcache_operator.api import KIND
 from lmcache_operator.api.documents import dump
 from lmcache_operator.api.parse import parse, written
 from lmcache_operator.components.engine.engine import Engine, spec_hash
@@ -16,7 +15,7 @@ from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
 from tests.harness.operator.model import cluster
 from tests.harness.operator.prefill import CHILD, CONTEXT, ROUTER, FullRig, Rig, child, with_prefill
-from tests.harness.operator.render import ENGINES, child_of, children, render
+from tests.harness.operator.render import ENGINES, render
 
 GOLDEN = Path(__file__).parent / "golden" / "prefill.yaml"
 FULL: dict[str, Any] = {
@@ -50,19 +49,6 @@ def test_rendered_cluster_equals_the_golden_file() -> None:
         GOLDEN.write_text(text)
     assert GOLDEN.read_text() == text
     parse(child(FULL))
-
-
-def test_prefill_pods_differ_only_in_the_settings_of_prefill() -> None:
-    changes = with_prefill(args=["--max-num-batched-tokens=16384"])
-    pods = [
-        children(**changes)[ENGINES]["spec"]["template"],
-        render(child(changes))[CHILD_ENGINES]["spec"]["template"],
-    ]
-    args = [set(pod["spec"]["containers"][0]["args"]) for pod in pods]
-    assert args[1] == args[0] | {"--max-num-batched-tokens=16384"} != args[0]
-    assert [pod["metadata"]["labels"]["lmcache.io/peers"] for pod in pods] == ["demo", "demo"]
-    images = [[c["image"] for c in pod["spec"]["initContainers"] + pod["spec"]["containers"]] for pod in pods]
-    assert images[0] == images[1]
 
 
 @pytest.mark.parametrize("policy", ["KVAware", "RoundRobin"])
@@ -111,49 +97,6 @@ def test_tiers_are_those_of_the_parent(tiers: dict[str, Any], expected: Any) -> 
     assert spec["tiers"].get("remote") == expected
     owner = (tiers.get("peers") or {}).get("clusterRef", {}).get("name", "demo")
     assert spec["tiers"]["peers"] == {"clusterRef": {"name": owner}}
-
-
-def test_router_sends_prompts_to_the_prefill_pods_and_answers_to_the_others() -> None:
-    changes = with_prefill() | {"router": {"args": ["--decode-policy=round_robin"]}}
-    (container,) = child_of("Deployment", Routing(), **changes)["spec"]["template"]["spec"]["containers"]
-    args = container["args"]
-    for option, name in (("--prefill-selector", "demo-prefill"), ("--decode-selector", "demo")):
-        place = args.index(option)
-        assert args[place + 1 : place + 3] == [f"lmcache.io/cluster={name}", "lmcache.io/component=engine"]
-    assert "--vllm-pd-disaggregation" in args
-    assert "--selector" not in args
-    assert args[-1] == "--decode-policy=round_robin"
-
-
-def test_replicas_belong_to_autoscalers_unless_they_are_set() -> None:
-    assert "replicas" not in child(with_prefill())["spec"]["engine"]
-    assert child(with_prefill(replicas=0))["spec"]["engine"]["replicas"] == 0
-    rig = Rig.settled(**with_prefill())
-    rig.child["spec"]["engine"]["replicas"] = 7
-    assert f"apply {CHILD}" not in rig.settle()
-    assert rig.child["spec"]["engine"]["replicas"] == 7
-    rig.change(engine={"prefill": {"replicas": 2}})
-    rig.world.edit(CHILD, "spec", "engine", "replicas", value=7)
-    assert f"apply {CHILD}" in rig.settle()
-    assert rig.child["spec"]["engine"]["replicas"] == 2
-
-
-def test_cluster_of_prefill_pods_is_created_changed_and_deleted() -> None:
-    rig = Rig.settled(engine={"replicas": 2}, tiers={"peers": {}}, router={})
-    assert CHILD not in rig.world.objects
-    pods = {pod["metadata"]["uid"] for pod in rig.world.pods.values()}
-    rig.change(engine={"prefill": {}})
-    (owner,) = rig.child["metadata"]["ownerReferences"]
-    assert (owner["kind"], owner["name"], owner["controller"]) == (KIND, "demo", True)
-    assert {w for w in rig.change(engine={"prefill": {"args": ["--a=1"]}}) if w != "status"} == {
-        f"apply {CHILD}"
-    }
-    rig.report(1)
-    assert "PrefillAvailable" in rig.conditions()
-    assert f"delete {CHILD}" in rig.change(engine={"prefill": None})
-    assert "PrefillAvailable" not in rig.conditions()
-    assert "prefill" not in rig.world.resource["status"]
-    assert {pod["metadata"]["uid"] for pod in rig.world.pods.values()} == pods, "no pod was replaced"
 
 
 def test_prefill_pods_get_the_images_of_the_other_pods() -> None:

@@ -22,18 +22,6 @@ from tests.harness.operator.model import NAME, NAMESPACE, UID, cluster
 from tests.harness.operator.plans import STATEFUL_SET
 
 
-def test_new_cluster_becomes_ready_and_then_causes_no_writes() -> None:
-    bench = ReconciledCluster()
-    bench.reconcile()
-    last = ["apply StatefulSet demo-engine", "apply LMCacheProfile demo-injection", "status"]
-    assert bench.writes[-3:] == last
-    bench.settle()
-    assert bench.ready() == ("True", "1 of 1 engine pods are ready")
-    seconds = bench.reconcile()
-    assert seconds is not None
-    assert 800 < seconds < 1000
-
-
 def raise_key_error(*_: object) -> None:
     raise KeyError("name")
 
@@ -111,15 +99,6 @@ def test_child_without_labels_is_found_by_its_name() -> None:
     bench.world.edit(Ref("Service", NAME), "metadata", "labels", value={})
     bench.reconcile()
     assert bench.writes == ["apply Service demo"]
-
-
-def test_nothing_is_created_in_a_terminating_namespace() -> None:
-    bench = ReconciledCluster.settled()
-    bench.world.is_namespace_ending = True
-    assert bench.reconcile() is not None  # the operator checks this only when a child is missing
-    del bench.world.objects[Ref("Service", NAME)]
-    assert bench.reconcile() is None
-    assert bench.writes == []
 
 
 def num_applied(
@@ -209,22 +188,6 @@ def test_contest_pauses_grow_and_slow_drift_is_no_contest() -> None:
             time += 1
         pauses.append(time - start)
     assert pauses == [0, 0, 0, 30, 60, 120, 240, 480, 600, 600]
-
-
-def test_pod_replacement_respects_disruption_budgets() -> None:
-    bench = ReconciledCluster.settled(engine={"replicas": 2})
-    bench.world.change(engine={"args": ["--new"]})
-    bench.world.evictions_allowed = False
-    bench.reconcile()
-    bench.world.run_stateful_sets()
-    assert bench.reconcile() == 10  # no event reports a freed budget
-    assert not any(write.startswith("evict") for write in bench.writes)
-    bench.world.evictions_allowed = True
-    bench.reconcile()
-    assert "evict demo-engine-0" in bench.writes
-    bench.world.run_stateful_sets()
-    bench.settle()
-    assert all("--new" in pod["spec"]["containers"][0]["args"] for pod in bench.world.pods.values())
 
 
 def test_pods_of_another_owner_are_not_counted() -> None:

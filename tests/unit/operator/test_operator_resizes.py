@@ -60,21 +60,6 @@ def test_limit_is_lowered_after_the_sidecar_released_memory() -> None:
     assert (node.operate(), condition(node.status(), "Progressing")[1]) == ([], "Complete")
 
 
-def test_limit_is_not_lowered_while_the_sidecar_may_still_grow() -> None:
-    node = Node()
-    node.declare("2Gi")
-    node.operate()
-    node.answer(POD)
-    node.operate()
-    node.sidecars[POD].sync_file()
-    node.declare("1Gi")
-    assert node.operate()[1:] == [f"annotate {POD}"]
-    assert (node.sidecars[POD].size, node.sidecars[POD].file) == (SMALL * MI, LARGE * MI)
-    assert node.operate() == []
-    node.sidecars[POD].sync_file()
-    assert node.operate() == [f"resize {POD}"]
-
-
 @pytest.mark.parametrize(
     ("verdict", "minutes", "message"),
     [
@@ -111,20 +96,6 @@ def test_ungranted_resize_is_reverted_and_reported(verdict: str, minutes: int, m
     node.answer(POD)
     assert (node.operate(), annotated_sizes(node)[POD]) == ([f"annotate {POD}"], LARGE)
     assert condition(node.status(), "Degraded")[0] == "False"
-
-
-def test_other_size_is_requested_at_once_after_a_refusal() -> None:
-    node = Node()
-    node.declare("4Gi")
-    node.operate()
-    node.answer(POD, "Infeasible")
-    node.operate()
-    node.operate()
-    node.declare("2Gi")
-    assert node.operate()[1:] == [f"resize {POD}"]
-    assert node.operate() == [], "the kubelet's answer was for another size"
-    node.answer(POD)
-    assert node.operate() == [f"annotate {POD}"]
 
 
 def test_refused_resize_is_reported_and_not_retried() -> None:

@@ -10,7 +10,7 @@ from lmcache_operator.components.router.router import Routing
 from lmcache_operator.contract.base import Observed
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.kinds import Ref
-from tests.harness.operator.model import NAMESPACE, cluster
+from tests.harness.operator.model import cluster
 from tests.harness.operator.plans import EARLY
 from tests.harness.operator.render import CONTEXT, child_of, children, pod_of
 
@@ -27,15 +27,6 @@ def router_args(**router: Any) -> list[str]:
 
 def engine_args(**spec: Any) -> list[str]:
     return pod_of(**spec)["containers"][0]["args"]
-
-
-def test_router_finds_the_engine_pods_of_its_cluster() -> None:
-    args = router_args(args=["--request-timeout-secs=3600"])
-    labels = "lmcache.io/cluster=demo", "lmcache.io/component=engine"
-    place = args.index("--selector")
-    assert (tuple(args[place + 1 : place + 3]), args[-1]) == (labels, "--request-timeout-secs=3600")
-    assert {"--service-discovery", "--service-discovery-port=8000", "--policy=kv_aware"} <= set(args)
-    assert f"--service-discovery-namespace={NAMESPACE}" in args
 
 
 def test_router_may_only_find_pods_of_its_namespace() -> None:
@@ -154,11 +145,3 @@ def test_pods_that_do_not_start_degrade_the_cluster() -> None:
     status = status_with(observedGeneration=3, conditions=[stuck])
     assert tuple(status.degraded[0]) == ("RouterNotReady", "0 of 2 routers are ready: deadline exceeded")
     assert status.progressing.status == "False"
-
-
-def test_removed_router_is_deleted_and_not_reported() -> None:
-    live = routing(router={})
-    observation = Observed(resource=cluster(), children=live, now=EARLY)
-    due = Routing().plan(parse(cluster()), observation, CONTEXT)
-    assert (due.delete[0], set(due.delete)) == (DEPLOYMENT, set(live))
-    assert Routing().status(observation, due).conditions == {}

@@ -129,16 +129,6 @@ def test_tenants_refuse_events_that_publish_their_salts() -> None:
 TWO = named(SECRET, hashed("a", memoryPercent=50))
 
 
-def test_running_pods_get_new_shares_without_replacement() -> None:
-    rig = ReconciledCluster.settled(**TWO)
-    uids = {pod["metadata"]["uid"] for pod in rig.world.pods.values()}
-    writes = rig.change(**named(SECRET | {"memoryPercent": 7}, hashed("a")))
-    assert [write for write in writes if "StatefulSet" in write or "evict" in write] == []
-    content = yaml.safe_load(rig.world.objects[CONFIG]["data"]["tenants.yaml"])
-    assert content["named"][0]["memoryPercent"] == 7
-    assert {pod["metadata"]["uid"] for pod in rig.world.pods.values()} == uids
-
-
 def test_prefill_pods_have_the_same_tenants() -> None:
     changes = with_prefill() | named(SECRET, hashed("a", memoryPercent=50))
     spec = parse(child(changes | CACHE_AWARE)).spec
