@@ -9,9 +9,7 @@ from functools import partial
 
 import pytest
 
-from testing.kube.api import ApiError
 from testing.node import groups
-from testing.node.app import NAMESPACE
 from tests.harness.operator.pods import (
     is_in_service,
     is_ready,
@@ -59,14 +57,6 @@ def test_containers_are_unprivileged_and_the_sidecars_root_is_read_only(tiny):
     with pytest.raises(subprocess.CalledProcessError) as refused:
         pod.exec("sidecar", "touch", "/opt/lmcache/x")
     assert "Read-only file system" in refused.value.stderr
-
-
-def test_namespace_refuses_privileged_pods(tiny, references):
-    container = {"name": "c", "image": references["pause"], "securityContext": {"privileged": True}}
-    with pytest.raises(ApiError, match="violates PodSecurity"):
-        tiny.node.api.create(
-            "v1/pods", {"metadata": {"name": "x"}, "spec": {"containers": [container]}}, NAMESPACE
-        )
 
 
 # ---- memory ----

@@ -73,10 +73,6 @@ def test_lists_have_versions_and_hashes(path):
     assert all("--hash=sha256:" in package.text for package in packages)
 
 
-def test_vllm_has_a_version():
-    assert re.fullmatch(r"0\.\d+\.\d+", lists.vllm().version)
-
-
 def test_packages_are_divided_between_bundle_and_machine(tmp_path):
     machine = lists.installed(lists.MACHINE)
     small, large = (lists.choose(machine, with_vllm=with_vllm) for with_vllm in (False, True))
@@ -161,12 +157,6 @@ def pack(tmp_path, monkeypatch):
         return bundle.main(), {path.name for path in output.iterdir()}
 
     return pack
-
-
-def test_bundle_without_an_engine(pack):
-    status, names = pack()
-    assert status == 0
-    assert names == {"packages.tar.xz", "python", "commit", "expected", "run.sh", "environment.py"}
 
 
 def test_bundle_with_an_engine(pack, tmp_path, capsys):

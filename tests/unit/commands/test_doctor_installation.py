@@ -46,13 +46,6 @@ def old_definition() -> ApiAnswer:
     return ApiAnswer(200, definition() | {"metadata": metadata})
 
 
-def test_healthy_installation_has_no_problem():
-    results = run_checks(facts())
-    assert problems(results) == []
-    assert {result.subject for result in results} == {"installation", "team", "team/demo"}
-    assert exit_status(facts(), results, is_strict=True) == 0
-
-
 @pytest.mark.parametrize(
     ("changes", "check", "level", "text"),
     [

@@ -25,14 +25,6 @@ def test_wrong_interval_is_explained(command: str, interval: str, capsys: pytest
     assert f"{interval!r} is not a number of seconds from 1 to 3600" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90s", 90), ("10m", 600), ("2h", 7200), ("1h30m", 5400), ("7d", 604_800), ("1w", 604_800)],
-)
-def test_report_reads_times(text: str, seconds: int) -> None:
-    assert parsed("report", f"--since={text}").since == seconds
-
-
 @pytest.mark.parametrize("text", ["", "soon", "5", "m", "1.5h", "-1h", "0s", "1h x", "9" * 5000 + "s", "²h"])
 def test_wrong_time_is_explained(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

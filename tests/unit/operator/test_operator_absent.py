@@ -50,12 +50,6 @@ def test_reconciliation_of_an_idle_cluster_reads_only_existing_children(bench: R
     assert len(bench.reads) == 12, "as docs/reference/benchmarks.md says"
 
 
-def test_first_reconciliation_of_a_process_reads_all_children(bench: ReadBench) -> None:
-    bench.restart_operator()
-    assert bench.reconciled_reads() > {CLAIM, STATEFUL_SET, *REMOTE}
-    assert not bench.reconciled_reads() & {CLAIM, *REMOTE}
-
-
 def test_changed_spec_makes_the_operator_read_all_children(bench: ReadBench) -> None:
     bench.world.change(tiers=MANAGED)
     assert bench.reconciled_reads() > {CLAIM, *REMOTE}
@@ -85,10 +79,3 @@ def test_failed_reconciliation_makes_the_operator_read_all_children(bench: ReadB
         bench.reconcile()
     bench.world.failures.clear()
     assert bench.reconciled_reads() > {CLAIM, *REMOTE}
-
-
-def test_wanted_child_that_is_missing_is_read_each_time(bench: ReadBench) -> None:
-    del bench.world.objects[STATEFUL_SET]
-    assert STATEFUL_SET in bench.reconciled_reads()
-    assert STATEFUL_SET in bench.world.objects
-    assert STATEFUL_SET in bench.reconciled_reads()

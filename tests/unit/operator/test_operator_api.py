@@ -198,17 +198,6 @@ def test_parse_refuses_invalid_image(image: str) -> None:
         parse(cluster(engine={"image": image}))
 
 
-@pytest.mark.parametrize(("size", "num_bytes"), [("0.5Ti", 2**39), ("64Mi", 2**26), ("1.5G", 1_500_000_000)])
-def test_parse_converts_memory_size_to_bytes(size: str, num_bytes: int) -> None:
-    assert parse(cluster(tiers={"memory": {"size": size}})).spec.tiers.memory.num_bytes == num_bytes
-
-
-@pytest.mark.parametrize("spec", [None, 5, [], {}, {"model": 1, "tiers": 2}])
-def test_parse_refuses_spec_of_wrong_types(spec: Any) -> None:
-    with pytest.raises(InvalidSpecError):
-        parse(cluster() | {"spec": spec})
-
-
 @pytest.mark.parametrize(
     ("metadata", "path", "sentence"),
     [
@@ -220,11 +209,6 @@ def test_parse_refuses_spec_of_wrong_types(spec: Any) -> None:
 )
 def test_parse_refuses_metadata_that_gives_children_invalid_names(metadata, path, sentence):
     refuse(cluster() | {"metadata": metadata}, path, sentence)
-
-
-def test_engine_without_gpu_may_have_several_ranks() -> None:
-    engine = parse(cluster(engine={"gpu": {"count": 0}, "parallelism": {"tensor": 2}})).spec.engine
-    assert engine.parallelism.tensor == 2
 
 
 def test_declared_omits_fields_with_default_values() -> None:

@@ -141,11 +141,6 @@ def test_pods_without_the_setting_are_being_replaced() -> None:
     assert "do not ask for tokens yet" in condition["message"]
 
 
-def test_condition_is_absent_without_the_setting() -> None:
-    status = status_of(settled_world(), probed=Probed((OLD,), True), now=LATE)
-    assert "TokensRequired" not in [each["type"] for each in status["conditions"]]
-
-
 @pytest.mark.parametrize(
     ("stats", "expected"),
     [

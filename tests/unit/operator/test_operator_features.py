@@ -10,7 +10,6 @@ from lmcache_operator.components.engine import features
 from lmcache_operator.components.engine.features import FEATURES, TIERS
 from lmcache_operator.components.engine.features.base import PodFeature
 from lmcache_operator.contract.base import SidecarState
-from lmcache_operator.contract.conditions import problem_message
 from lmcache_operator.errors import InvalidSpecError
 from tests.harness.operator.model import cluster
 from tests.harness.operator.render import container, env_of, pod_of
@@ -82,13 +81,3 @@ def test_odd_report_has_defaults(feature: PodFeature[Any], stats: dict[str, Any]
     assert feature.report(sidecar) == report
     assert feature.report(SidecarState()) == feature.absent
     assert not feature.is_present(sidecar)
-
-
-def test_message_about_some_pods_has_one_form() -> None:
-    pods = [("a-0", "no socket."), ("a-1", "")]
-    assert problem_message("sidecars are off", pods, 3) == (
-        "2 of 3 sidecars are off. First: pod a-0: no socket."
-    )
-    assert problem_message("sidecars are off", pods[1:], 3, "See its log") == (
-        "1 of 3 sidecars are off. First: pod a-1. See its log."
-    )

@@ -11,7 +11,7 @@ from lmcache_operator.components.peers.peers import Peers
 from lmcache_operator.errors import InvalidSpecError, RefusedError
 from lmcache_operator.specs.kinds import Ref
 from lmcache_sidecar.config import Config, read
-from tests.harness.operator.components import GOOD, ReconciledCluster
+from tests.harness.operator.components import ReconciledCluster
 from tests.harness.operator.injection import outcome, pod
 from tests.harness.operator.model import cluster
 from tests.harness.operator.render import (
@@ -174,13 +174,6 @@ def test_injected_pods_are_no_peers() -> None:
     assert "lmcache-sidecar" in str(outcome(pod()).objects)
 
 
-def test_edited_list_is_restored() -> None:
-    rig = Rig.settled(**with_peers(2))
-    rig.world.edit(LIST, "data", "peers.yaml", value="peers: [elsewhere:1]")
-    assert f"apply {LIST}" in rig.settle()
-    assert len(rig.peers) == 2
-
-
 @pytest.mark.parametrize(("source", "secret"), [("issuer", "demo-peers-tls"), ("secret", "ours")])
 def test_sidecar_alone_has_the_certificate(source: str, secret: str) -> None:
     changes = with_peers(tls=TLS[source])
@@ -206,28 +199,6 @@ def test_issuer_gives_a_certificate_for_all_pods() -> None:
 def test_cluster_that_uses_another_list_has_a_certificate_and_no_password() -> None:
     changes = with_peers(2, tls=TLS["issuer"], clusterRef={"name": "other"})
     assert [ref.kind for ref in children(Peers(), **changes)] == ["Certificate"]
-
-
-def test_hits_in_the_memory_of_peers_are_in_the_status() -> None:
-    rig = Rig.settled(**with_peers(1))
-    lookups = {"lookup_tokens": 1000, "hit_tokens": {"memory": 100, "peers": 250}}
-    rig.answer(GOOD | {"lookups": lookups, "peers": {"is_reachable": True}})
-    rig.run()
-    assert rig.world.resource["status"]["hitPercent"] == {"engine": 0, "memory": 10, "peers": 25}
-
-
-def test_user_can_set_only_options_that_the_operator_does_not_set() -> None:
-    def template(name: str) -> dict[str, Any]:
-        sidecar = {"name": "sidecar", "env": [{"name": name, "value": "1"}]}
-        return {"podTemplate": {"spec": {"initContainers": [sidecar]}}}
-
-    changes = with_peers(tls=TLS["secret"])
-    for name in env_of(container(pod_of(**changes), "sidecar")):
-        if "PEER" in name:
-            with pytest.raises(InvalidSpecError, match=rf"sets {name} .* set by spec.tiers.peers"):
-                pod_of(engine=template(name))
-    changes["engine"] |= template("LMCACHE_PEER_ANSWER_SECONDS")
-    assert config_of(changes).peer_answer_seconds == 1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from lmcache_operator.components.engine.features.base import TierReport
 from lmcache_operator.components.remote.remote import Remote, why_filling, why_never_ready
 from lmcache_operator.components.remote.shards import WINDOW
 from lmcache_operator.contract.base import Context, LookupFigures, Probed, SidecarState
-from lmcache_operator.errors import RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.reconciler import Reconciler
 from lmcache_operator.specs.kinds import ClusterKey, Ref
@@ -133,18 +132,6 @@ def test_password_is_random_and_created_once():
         assert (reconcile(world), reconcile(world)) == ([f"create {SECRET}"], [])
     assert len(set(passwords)) == 2
     assert min(map(len, passwords)) >= 43
-
-
-def test_forbidden_secret_is_reported_and_stops_no_other_write():
-    world = World(cluster(tiers=managed()))
-    world.failures["create Secret"] = RefusedError("create", "secrets is forbidden")
-    assert f"apply {SET}" in reconcile(world)
-    (degraded,) = [c for c in world.resource["status"]["conditions"] if c["type"] == "Degraded"]
-    message = f"creation of {SECRET}: secrets is forbidden"
-    assert (degraded["reason"], degraded["message"]) == ("Refused", message)
-    reconcile(world)
-    (ready,) = [c for c in world.resource["status"]["conditions"] if c["type"] == "Ready"]
-    assert ready["status"] == "True", "the user may have created the Secret"
 
 
 def referred_cluster(**remote: Any) -> dict[str, Any]:

@@ -42,11 +42,6 @@ def test_parallel_sizes_and_revision_are_arguments():
     assert {"--tp-size=2", "--pp-size=2", "--revision=main"} <= set(args)
 
 
-def test_probes_use_https_when_the_engine_has_a_certificate() -> None:
-    tls = engine_of(engine={"args": ["--ssl-certfile=/tls.crt"]})
-    assert tls["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
-
-
 @pytest.mark.parametrize(
     ("args", "left_out"),
     [

@@ -4,7 +4,6 @@ from datetime import UTC, datetime, timedelta
 
 import hypothesis.strategies as st
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -54,16 +53,6 @@ def test_sidecar_reads_the_written_document(current, previous, secure):
     assert (len(shards_file.current), len(shards_file.previous)) == (current, previous)
     assert shards_file.until == (NOON.timestamp() if previous else 0)
     assert shards_file.current[-1] == Endpoint(f"s-{current - 1}.s.team.svc", 6379)
-
-
-def test_document_names_the_shards():
-    document = ShardCounts(1, 2, NOON).document(["a:1", "b:1"], set(), "/ca")
-    assert yaml.load(document, yaml.BaseLoader) == {
-        "current": ["a:1"], "previous": ["a:1", "b:1"], "until": "2026-01-31T12:00:00Z"
-    }  # fmt: skip
-    assert yaml.safe_load(ShardCounts(2).document(["a:1", "b:1"], {1}, "/ca")) == {
-        "current": ["a:1", "b:1"], "tls": ["b:1"], "ca": "/ca"
-    }  # fmt: skip
 
 
 class ListMachine(RuleBasedStateMachine):

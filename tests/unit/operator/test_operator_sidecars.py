@@ -182,13 +182,6 @@ def test_conditions_are_retained_without_a_poll() -> None:
     assert "SidecarAttached" not in str(status_of(settled_world(), probed=None))
 
 
-def test_silent_sidecar_does_not_hide_a_failing_sidecar() -> None:
-    rig = Rig(GOOD, GOOD)
-    assert rig.polled()[0] == "True"
-    rig.answer(None, BAD)
-    assert rig.polled()[:2] == ("False", "SidecarNotReady")
-
-
 def test_changed_number_in_a_reason_does_not_change_the_condition() -> None:
     rig = Rig(BAD | {"not_ready_reason": "17.5 MiB free of 20"})
     before = rig.polled()

@@ -66,17 +66,6 @@ def test_figures_are_those_of_all_pods_together() -> None:
     assert rig.listed() == [entry("default", 15, 2), entry("search", 30, 20)]
 
 
-def test_tenant_without_prompts_has_no_hits() -> None:
-    rig = Rig(report(default=(0, 0, 0), search=(0, 0, 120)))
-    assert rig.listed() == [entry("default", None, 0), entry("search", None, 12)]
-
-
-def test_declared_tenant_that_no_sidecar_counts_has_an_entry() -> None:
-    """The salt may be missing, or the file in the pod is older."""
-    rig = Rig(report(default=(10, 5, 0)))
-    assert rig.listed() == [entry("default", 50, 0), entry("search", None, 0)]
-
-
 @pytest.mark.parametrize("answer", [None, GOOD, GOOD | {"tenants": {"tenants_problem": ""}}])
 def test_field_appears_with_the_first_report(answer: Any) -> None:
     """Sidecars of earlier versions report no tenants."""
