@@ -270,18 +270,6 @@ async def test_first_operator_waits_until_a_deleted_lease_has_expired(server, pr
 
 
 @scenario(2)
-async def test_leader_recreates_a_deleted_lease(server: LeaseServer, both: list[Process]) -> None:
-    leader = await wait_for_leader(both, TAKEOVER_SECONDS)
-    for seconds in (0, 0.5, 1, 1.5, 2, 20):  # also before the other operator has read it
-        server.put(None)
-        await asyncio.sleep(seconds)
-        assert leading(both) == [leader]
-    await asyncio.sleep(60)
-    assert leading(both) == [leader]
-    assert (leader.num_starts, server.holder) == (1, leader.elector.identity)
-
-
-@scenario(2)
 async def test_api_server_outage_ends_no_operator(server: LeaseServer, both: list[Process]) -> None:
     """A renewal after the outage proves that no other operator led.
 

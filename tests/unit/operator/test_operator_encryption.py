@@ -220,15 +220,6 @@ def test_pods_from_before_the_encryption_are_not_said_to_encrypt() -> None:
     assert rig.report({"remote": FINE}, {"remote": FINE}) == NO_KEYS
 
 
-def test_one_missed_answer_does_not_change_the_condition() -> None:
-    rig = Rig(both())
-    rig.report(BOTH_FINE, problem("disk"))
-    before = rig.encrypted, rig.text
-    rig.world.stats.clear()
-    rig.run()
-    assert (rig.encrypted, rig.text) == before
-
-
 def test_restarted_operator_does_not_doubt_the_condition_after_one_missed_answer() -> None:
     rig = Rig(both())
     rig.report(BOTH_FINE, BOTH_FINE)

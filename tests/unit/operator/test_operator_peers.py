@@ -19,8 +19,6 @@ from tests.harness.operator.render import (
     child_of,
     children,
     container,
-    env_of,
-    part,
     pod_of,
     template_of,
 )
@@ -77,24 +75,6 @@ def test_sidecars_read_the_list_and_know_their_own_entry(kind: str) -> None:
         assert (config.peer_port, config.peer_bandwidth) == (9465, 0)
     service = children(**changes)[Ref("Service", "demo-engine")]["spec"]  # it gives pods these names
     assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
-
-
-def test_list_and_password_are_mounted_into_the_sidecar_alone() -> None:
-    pod, config = pod_of(**with_peers()), config_of(with_peers())
-    sidecar, *containers = pod["initContainers"] + pod["containers"]
-    mounts = {mount["mountPath"]: mount["name"] for mount in sidecar["volumeMounts"]}
-    assert all("subPath" not in mount for mount in sidecar["volumeMounts"]), "such a mount follows no change"
-    listing, password = (
-        part(pod["volumes"], mounts[path.rpartition("/")[0]])
-        for path in (config.peers_file, config.peer_password_file)
-    )
-    assert listing["configMap"] == {"name": "demo-peers", "optional": True}
-    assert password["secret"]["secretName"] == "demo-peers"
-    assert password["secret"]["optional"] is True, "engines start without it"
-    assert {"containerPort": 9465, "name": "peers", "protocol": "TCP"} in sidecar["ports"]
-    for other in containers:
-        assert not {listing["name"], password["name"]} & {m["name"] for m in other["volumeMounts"]}
-        assert "PEER" not in str([*env_of(other)])
 
 
 def ports_open_to(sources: list[Any] | None, changes: dict[str, Any]) -> list[tuple[int, int]]:

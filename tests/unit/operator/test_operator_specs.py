@@ -23,6 +23,7 @@ GOLDEN = Path(__file__).parent / "golden"
 AUTH = {"name": "redis-auth", "usernameKey": "user", "passwordKey": "pass"}
 DEBUG = {"name": "engine", "env": [{"name": "VLLM_LOGGING_LEVEL", "value": "DEBUG"}]}
 URL = "redis://redis.caches:6379/1"
+SPREAD = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule"}
 FULL: dict[str, Any] = {
     "model": {
         "revision": "main", "tokenSecretRef": {"name": "hf", "key": "hub"},
@@ -32,6 +33,11 @@ FULL: dict[str, Any] = {
         "image": "registry.example/vllm:1", "replicas": 3, "gpu": {"count": 4, "runtimeClassName": "nvidia"},
         "parallelism": {"tensor": 2, "pipeline": 2},
         "args": ["--max-model-len=32768", "--served-model-name", "llm"],
+        "env": [{"name": "VLLM_NO_USAGE_STATS", "value": "1"}],
+        "resources": {"requests": {"cpu": "8", "memory": "48Gi"}, "limits": {"memory": "64Gi"}},
+        "sharedMemorySize": "32Gi", "nodeSelector": {"zone": "a"}, "priorityClassName": "serving",
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "topologySpreadConstraints": [SPREAD, SPREAD | {"labelSelector": {}}],
         "podTemplate": {
             "metadata": {"labels": {"team": "search"}},
             "spec": {"nodeSelector": {"gpu": "h200"}, "containers": [DEBUG]},
@@ -50,6 +56,7 @@ ENCRYPTED_TIERS = {
 TENANTS = [
     {"name": "search", "saltSecretRef": {"name": "search-salt"}, "minMemoryPercent": 20},
     {"name": "batch", "saltHash": "0" * 64, "lowerTierBytes": "100Gi", "priority": -100},
+    {"name": "chat", "saltSecretRef": {"name": "keys", "key": "chat"}},
 ]
 CASES = {
     "minimal": {},

@@ -203,19 +203,6 @@ def test_events_report_part_failures_of_a_degraded_cluster() -> None:
         assert list(events(before, changed_conditions(before, after))) == expected
 
 
-def test_events_report_each_step_of_a_cluster_once() -> None:
-    world, reasons = settled_world(engine={"replicas": 2}), []
-    pods, world.pods = dict(world.pods), {}
-    for num_ready in (0, 1, 2, 2):
-        status, before = status_of(world), world.resource.get("status") or {}
-        reasons.append([reason for _, reason, _ in events(before, changed_conditions(before, status))])
-        world.resource["status"] = status
-        world.pods = pods
-        for number in range(2):
-            world.set_ready(f"demo-engine-{number}", number < num_ready)
-    assert reasons == [["Scaling"], ["Starting"], [], ["Complete", "Ready"]]
-
-
 def test_condition_that_was_not_evaluated_keeps_its_generation() -> None:
     world = settled_world()
     world.resource["status"] = status_of(world)

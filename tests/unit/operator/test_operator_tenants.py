@@ -92,21 +92,6 @@ def test_default_is_the_budget_of_other_salts(default: dict[str, Any], percent: 
     assert config["tenants.yaml"]["default"]["memoryPercent"] == percent
 
 
-def test_salts_are_mounted_into_the_sidecar_alone() -> None:
-    pod = pod_of(**named(SECRET, {"saltSecretRef": {"name": "keys", "key": "batch"}}, hashed("a")))
-    assert part(pod["volumes"], "tenant-salts")["projected"]["sources"] == [
-        {"secret": {"items": [{"key": key, "path": f"{name}/{key}"}], "name": name, "optional": True}}
-        for name, key in (("keys", "batch"), ("search-salt", "salt"))
-    ]
-    mounts = {
-        each["name"]: [m for m in each["volumeMounts"] if m["name"] == "tenant-salts"]
-        for each in (*pod["initContainers"], *pod["containers"])
-    }
-    followed = {"mountPath": "/etc/lmcache/tenant-salts", "name": "tenant-salts"}  # without subPath
-    assert mounts == {"sidecar": [followed], "payload": [], "engine": []}
-    assert "subPath" not in str(container(pod, "sidecar")["volumeMounts"]), "the file would not be followed"
-
-
 def test_engines_behind_a_router_refuse_requests_whose_header_it_drops() -> None:
     args = pod_of(**named(header=True), router={"policy": "CacheAware"})["containers"][0]["args"]
     middleware = [arg for arg in args if "tenant_header" in arg]
@@ -214,8 +199,11 @@ def using(digest: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_sidecars_reports_become_a_condition(answers, expected):
-    known = conditions(*answers)["TenantsKnown"]
+    by_type = conditions(*answers)
+    known = by_type["TenantsKnown"]
     assert (known["status"], known["reason"]) == expected[:2]
+    is_invalid = known["reason"] == "TenantsInvalid"
+    assert (by_type["Degraded"]["status"], by_type["Ready"]["status"]) == (str(is_invalid), "True")
     assert expected[2] is None or known["message"] == expected[2]
 
 
@@ -230,15 +218,5 @@ def test_problem_names_the_present_secret() -> None:
         assert problem in str(status_of(rig.world, probed=None)), "no sidecar was polled"
 
 
-def test_problem_of_tenants_degrades_the_cluster() -> None:
-    degraded = conditions(report("x"))["Degraded"]
-    assert (degraded["status"], degraded["reason"]) == ("True", "TenantsInvalid")
-
-
 def test_cluster_without_tenants_has_no_condition() -> None:
     assert "TenantsKnown" not in conditions(report("left from before"), tenants=None)
-
-
-def test_former_file_does_not_degrade_the_cluster() -> None:
-    by_type = conditions(using(OTHER_DIGEST))
-    assert (by_type["Degraded"]["status"], by_type["Ready"]["status"]) == ("False", "True")
