@@ -3,14 +3,13 @@
 import contextlib
 import re
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_operator.api.crd import crd, profile_crd, render
+from lmcache_operator.api.crd import crd, profile_crd
 from lmcache_operator.api.fields import is_part
 from lmcache_operator.api.parse import declared, parse
 from lmcache_operator.api.types import Spec, Status
@@ -21,7 +20,6 @@ from tests.harness.operator.model import cluster
 from tests.harness.scope import examples
 from tools.kube.schemas import definitions
 
-ROOT = Path(__file__).resolve().parents[3]
 MANAGED, SHARDS = "spec.tiers.remote.managed", {"memoryPerShard": "1Gi"}
 REMOTE = {"external": {"url": "redis://redis:6379/0"}}
 
@@ -217,10 +215,6 @@ def test_declared_omits_fields_with_default_values() -> None:
     assert declared(parse(cluster()).spec) == minimal
     spelt_out = cluster(engine={"replicas": 1, "gpu": {"count": 1}}, sidecar={"chunkTokens": 256})
     assert declared(parse(spelt_out).spec) == minimal
-
-
-def test_crds_in_the_tree_are_up_to_date() -> None:
-    assert {path.stem: path.read_text() for path in (ROOT / "crds").iterdir()} == render(definitions())
 
 
 def test_free_form_objects_limit_their_nesting() -> None:
