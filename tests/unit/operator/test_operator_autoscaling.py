@@ -12,14 +12,12 @@ from lmcache_operator.contract.base import Context, Observed, Plan
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.policy.report import Choice, Report
 from lmcache_operator.reconcile.plan import plan
-from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
 from tests.harness.operator.autoscaling import ACCEPTED, GIB, REFUSED
 from tests.harness.operator.model import World, cluster
 from tests.harness.operator.plans import carry_out
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-CONFIG = Ref("ConfigMap", "demo-autoscaling")
 BOUNDS = {"minSize": "32Gi", "maxSize": "256Gi"}
 TIERS = {"memory": {"size": "64Gi"}, "remote": {"managed": {"memoryPerShard": "1Gi", "shards": 2}}}
 CHOSEN = Report({}, memory=Choice(108 * GIB, 64 * GIB), shards=Choice(3, 2), state="counted")
@@ -79,12 +77,6 @@ def test_parse_refuses_invalid_autoscaling_and_names_the_field(autoscaling, tier
         parse(scaled(autoscaling, tiers))
 
 
-def test_auto_renders_chosen_sizes_also_after_a_restart() -> None:
-    rig = Rig(**AUTO)
-    assert (rig.sizes(), rig.sizes(CHOSEN)) == ((64, 2), (108, 3))
-    assert rig.sizes() == (108, 3)  # from the ConfigMap alone
-
-
 def test_only_auto_changes_sizes_and_only_sizes_with_bounds() -> None:
     rig = Rig(**AUTO)
     rig.plan(CHOSEN)
@@ -103,14 +95,6 @@ def test_new_bounds_limit_earlier_choices() -> None:
     assert rig.sizes() == rig.sizes(CHOSEN) == (80, 2)
     rig.declare(mode="Auto", memory={"minSize": "1Gi", "maxSize": "1Ti"})
     assert rig.sizes() == (108, 2)
-
-
-def test_edited_state_is_discarded() -> None:
-    rig = Rig(**AUTO)
-    rig.plan(CHOSEN)
-    rig.world.objects[CONFIG]["data"]["sizes"] = "{}"
-    assert rig.sizes() == (64, 2)
-    assert not rig.world.objects  # a new state starts
 
 
 def test_state_is_written_at_once_for_a_new_size_and_otherwise_hourly() -> None:
@@ -136,17 +120,3 @@ def test_state_is_written_at_once_for_a_new_size_and_otherwise_hourly() -> None:
     assert not writes(resized)  # no lookups were counted
     rig.time -= timedelta(days=2)
     assert writes(replace(resized, state="clock was set back"))
-
-
-def test_mode_off_deletes_the_stored_state() -> None:
-    rig = Rig(**AUTO)
-    rig.plan(CHOSEN)
-    rig.declare(mode="Off")
-    assert rig.sizes(CHOSEN) == (64, 2)
-    assert not rig.world.objects
-
-
-def test_injected_pods_get_the_size_in_the_spec() -> None:
-    rig = Rig(**AUTO)
-    before, after = rig.plan()["injection"].apply, rig.plan(CHOSEN)["injection"].apply
-    assert before == after

@@ -151,12 +151,3 @@ def test_size_metrics_exist_until_the_cluster_is_deleted(monkeypatch: pytest.Mon
     assert rig.watcher.forgotten_keys == [KEY]
     for name in ("MEMORY_BYTES", "PREDICTED_HITS", "SHARDS", "SAVING", "LIMITED"):
         assert samples(getattr(metrics, name)) == {}
-
-
-def test_remote_tier_is_reported_in_shards() -> None:
-    rig = Rig()
-    remote = tier_status(GROW, [], shard_bytes=4 * GIB)
-    rig.watcher.latest_report = Report({"remote": remote})
-    rig.settle()
-    assert rig.status()["remote"]["recommended"] == 27
-    assert samples(metrics.SHARDS) == {"current": 16, "recommended": 27}

@@ -94,11 +94,6 @@ def test_render_reports_file_and_mistake(text, message, tmp_path, capsys):
     assert message in captured.err
 
 
-def test_render_reports_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["render", "-f", str(tmp_path / "none.yaml")]) == 2
-    assert "No such file" in capsys.readouterr().err
-
-
 def test_json_lines_have_the_traceback() -> None:
     record = logging.LogRecord("a", logging.ERROR, "f", 1, "b", (), (ValueError, ValueError("x"), None))
     assert "ValueError: x" in json.loads(formatter("json").format(record))["exc_info"]

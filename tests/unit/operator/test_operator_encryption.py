@@ -58,17 +58,6 @@ def test_sidecar_alone_gets_the_keys(remote: dict[str, Any], kind: str) -> None:
     assert "ENCRYPTION" not in str(spec["containers"])
 
 
-@pytest.mark.parametrize(
-    ("tiers", "expected"),
-    [
-        ({"disk": encrypted(size="1Gi"), "remote": EXTERNAL}, {DISK: "kv-keys"}),
-        ({"disk": {"size": "1Gi"}, "remote": encrypted(**EXTERNAL)}, {REMOTE: "kv-keys"}),
-    ],
-)
-def test_tier_without_encryption_gets_no_keys(tiers: dict[str, Any], expected: dict[str, str]) -> None:
-    assert keys_of(pod_of(tiers=tiers)) == expected
-
-
 def test_tiers_with_the_same_secret_share_one_volume() -> None:
     spec = pod_of(tiers=both())
     assert keys_of(spec) == {DISK: "kv-keys", REMOTE: "kv-keys"}
@@ -230,15 +219,6 @@ def test_restarted_operator_does_not_doubt_the_condition_after_one_missed_answer
     assert (rig.condition("SidecarAttached")[1], rig.encrypted) == ("SidecarNotReady", ENCRYPTED)
     rig.miss_answers()
     assert rig.encrypted == SILENT
-
-
-def test_silent_pod_from_before_the_encryption_is_being_replaced() -> None:
-    rig = Rig({"remote": EXTERNAL})
-    rig.report({"remote": FINE}, {"remote": FINE})
-    rig.world.change(tiers={"remote": encrypted(**EXTERNAL)})
-    rig.world.stats.clear()
-    rig.miss_answers()
-    assert (rig.condition("SidecarAttached")[1], rig.encrypted) == ("NoAnswer", REPLACING)
 
 
 def test_pods_with_the_former_secret_are_being_replaced() -> None:
