@@ -138,26 +138,6 @@ class Rig(ReconciledCluster):
         return self.world.resource["status"]["transfer"]
 
 
-def test_claims_can_be_added_changed_and_removed() -> None:
-    rig = Rig.settled()
-    written = rig.change(engine=CLAIMS)
-    assert written == [f"apply {TEMPLATE}", f"apply {STATEFUL_SET}", "evict demo-engine-0"]
-    assert rig.transfer["reason"] == "DRAClaimShared"
-    rig.world.change(engine=TWO)
-    # A claim template's spec is immutable. A pod created before the new template exists has the old claim,
-    # and must not count as up to date. Therefore the pods' template is written last.
-    assert rig.settle() == [
-        f"delete {TEMPLATE}", f"apply {TEMPLATE}", f"apply {STATEFUL_SET}", "evict demo-engine-0",
-    ]  # fmt: skip
-    assert rig.world.objects[TEMPLATE]["spec"]["spec"]["devices"]["requests"][0]["exactly"]["count"] == 2
-    assert rig.change(engine={"gpu": {"deviceClassName": None}}) == [
-        f"apply {STATEFUL_SET}",
-        f"delete {TEMPLATE}",
-        "evict demo-engine-0",
-    ]
-    assert rig.condition("Ready")[0] == "True"
-
-
 def test_pods_serve_without_claims_on_an_older_kubernetes() -> None:
     rig = Rig.settled()
     rig.world.failures["apply ResourceClaimTemplate"] = RefusedError("PATCH x", "needs a newer Kubernetes")
