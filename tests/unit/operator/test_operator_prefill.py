@@ -9,13 +9,11 @@ import pytest
 from lmcache_operator.api.documents import dump
 from lmcache_operator.api.parse import parse, written
 from lmcache_operator.components.engine.engine import Engine, spec_hash
-from lmcache_operator.components.router.router import Routing
 from lmcache_operator.errors import InvalidSpecError
-from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
 from tests.harness.operator.model import cluster
 from tests.harness.operator.prefill import CHILD, CONTEXT, ROUTER, FullRig, Rig, child, with_prefill
-from tests.harness.operator.render import ENGINES, render
+from tests.harness.operator.render import ENGINES
 
 GOLDEN = Path(__file__).parent / "golden" / "prefill.yaml"
 FULL: dict[str, Any] = {
@@ -39,7 +37,6 @@ FULL: dict[str, Any] = {
     "router": {},
     "autoscaling": {"mode": "Auto", "memory": {"maxSize": "4Gi"}, "remote": {"minShards": 1, "maxShards": 4}},
 }  # fmt: skip
-CHILD_ENGINES = Ref("StatefulSet", "demo-prefill-engine")
 
 
 def test_rendered_cluster_equals_the_golden_file() -> None:
@@ -49,19 +46,6 @@ def test_rendered_cluster_equals_the_golden_file() -> None:
         GOLDEN.write_text(text)
     assert GOLDEN.read_text() == text
     parse(child(FULL))
-
-
-@pytest.mark.parametrize("policy", ["KVAware", "RoundRobin"])
-def test_engines_of_both_pools_publish_events_to_the_parents_router_alone(policy: str) -> None:
-    resource = child(with_prefill() | {"router": {"policy": policy}})
-    rendered, has_events = render(resource), policy == "KVAware"
-    args = rendered[CHILD_ENGINES]["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert any("--kv-events-config" in arg for arg in args) == has_events
-    ingress = rendered[Ref("NetworkPolicy", "demo-prefill-engine")]["spec"]["ingress"]
-    sources = [rule["from"] for rule in ingress if rule["ports"][0]["port"] == 5557]
-    labels = {"lmcache.io/cluster": "demo", "lmcache.io/component": "router"}
-    assert sources == ([[{"podSelector": {"matchLabels": labels}}]] if has_events else [])
-    assert render(resource, Routing()) == {}
 
 
 def test_wrong_annotation_is_ignored() -> None:
