@@ -133,18 +133,6 @@ def test_password_exists_before_the_first_pod_and_is_not_created_again() -> None
     assert rig.run() == []
 
 
-def test_peers_are_switched_on_and_off_for_running_engines() -> None:
-    rig = Rig.settled(engine={"replicas": 2})
-    assert LIST not in rig.world.objects
-    pods = {pod["metadata"]["uid"] for pod in rig.world.pods.values()}
-    writes = rig.change(tiers={"peers": {}})
-    assert [write for write in writes if write.startswith("create")] == [f"create {SECRET}"]
-    assert len(rig.peers) == 2
-    assert not pods & {pod["metadata"]["uid"] for pod in rig.world.pods.values()}, "pods are replaced"
-    assert f"delete {LIST}" in rig.change(tiers={"peers": None})
-    assert SECRET in rig.world.objects, "the cluster's deletion removes it"
-
-
 def test_injected_pods_are_no_peers() -> None:
     plain = {"engine": {"replicas": 2}}
     profile, other = (child_of("LMCacheProfile", Injection(), **each) for each in (plain, with_peers(2)))

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
-from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.components.remote.remote import Remote
 from lmcache_operator.components.remote.shards import WINDOW
 from lmcache_operator.contract.base import Context
 from lmcache_operator.policy.report import Choice, Report
 from lmcache_operator.specs.names import STOCK_IMAGES
-from tests.harness.operator.model import NAME, World, cluster
-from tests.harness.operator.render import child_of, container, part, pod_of, render, template_of
+from tests.harness.operator.model import NAME
+from tests.harness.operator.render import child_of, container, part, pod_of, template_of
 from tests.harness.operator.shards import (
     CERTIFICATE,
     ENGINE,
@@ -200,19 +199,6 @@ def test_invalid_spec_keeps_shards_and_their_status():
     rig.world.change(engine={"args": ["--port=1"]})
     assert (rig.run(), rig.condition("RemoteTierAvailable")) == ([], ("True", "ShardsReady"))
     assert rig.status()["remote"] == {"shards": 2, "readyShards": 2}
-
-
-def test_cluster_without_engine_has_only_a_remote_tier():
-    resource = cluster({"tiers": managed(2)})
-    assert {ref.name for ref in render(resource, *COMPONENTS)} == {"demo-remote"}
-    rig = Rig()
-    rig.world = World(resource)
-    rig.settle()
-    status = rig.status()
-    assert {c["type"]: c["status"] for c in status["conditions"]} == {
-        "Degraded": "False", "Progressing": "False", "Ready": "True", "RemoteTierAvailable": "True"
-    }  # fmt: skip
-    assert "replicas" not in status
 
 
 @pytest.mark.parametrize(

@@ -139,18 +139,6 @@ def test_pod_that_cannot_resize_does_not_block_the_others() -> None:
     assert f"pod {POD} will be resized to 2Gi" in condition(node.status(), "Progressing")[2]
 
 
-def test_size_above_the_maximum_needs_a_replacement() -> None:
-    node = Node()
-    node.declare("5Gi")
-    node.converge()
-    assert annotated_sizes(node)[POD] == 4 * SMALL
-    assert condition(node.status(), "Progressing")[1] == "ResizePending"
-    node.replace(POD)
-    node.converge()
-    assert annotated_sizes(node)[POD] == 5 * SMALL
-    assert condition(node.status(), "Progressing")[1] == "Complete"
-
-
 def test_pod_does_not_grow_beyond_its_volume() -> None:
     """If all containers have limits, the volume is limited to their sum: 1.5 GiB and the sidecar's limit."""
     engine = {"name": "engine", "resources": {"limits": {"memory": "1536Mi"}}}
