@@ -98,17 +98,6 @@ def test_ungranted_resize_is_reverted_and_reported(verdict: str, minutes: int, m
     assert condition(node.status(), "Degraded")[0] == "False"
 
 
-def test_refused_resize_is_reported_and_not_retried() -> None:
-    node = Node(replicas=2)
-    node.declare("2Gi")
-    node.world.failures["resize"] = refused_by("exceeded quota: q.")
-    node.operate()
-    node.operate()
-    assert [node.operate(), limits(node)] == [[], dict.fromkeys(limits(node), SMALL_LIMIT)]
-    message = f"2 of 2 memory tiers cannot be resized to 2Gi. First: pod {POD}: exceeded quota: q."
-    assert condition(node.status(), "Degraded") == ("True", "ResizeInfeasible", message)
-
-
 def test_earlier_sidecar_that_cannot_resize_gets_no_memory() -> None:
     node = Node()
     node.sidecars[POD].is_following = False
