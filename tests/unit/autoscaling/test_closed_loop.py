@@ -118,12 +118,6 @@ def test_memory_price_determines_the_size():
     assert len(free.resizes) <= 5
 
 
-def test_equal_bounds_fix_the_size():
-    run = simulate(Setup(chat(6, 0.2), bounds=(64.0, 64.0)))
-    assert run.resizes == []
-    assert run.decisions[-1][1].reason
-
-
 def test_partly_usable_tier_is_not_frozen():
     """80 % of the tier hold rows. The autoscaler grows the tier, and hits match the prediction."""
     run = simulate(Setup(chat_workload(), usable=lambda gib: 0.8 * gib))

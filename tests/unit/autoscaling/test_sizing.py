@@ -130,14 +130,6 @@ def test_silent_pods_are_reported_and_prevent_a_decision():
     assert decide_now(loop)[0] != "Samples"
 
 
-def test_lost_samples_are_reported():
-    loop = Loop()
-    loop.run(0.6)
-    loop.sidecars.samplers[0].sampler._max_samples = 5
-    loop.poll()
-    assert decide_now(loop) == ("Samples", "samples of pod-0 were lost before they were read")
-
-
 def test_missing_measurements_are_reported():
     loop = Loop()
     stats = loop.sidecars.stats
