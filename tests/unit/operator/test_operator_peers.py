@@ -106,19 +106,6 @@ def test_scaling_changes_only_the_list_and_the_number_of_pods() -> None:
         assert all(now[name] == pods[name] for name in now.keys() & pods.keys())
 
 
-def test_pods_that_are_being_removed_stay_in_the_list() -> None:
-    rig = Rig.settled(**with_peers(3))
-    rig.world.change(engine={"replicas": 1})
-    for _ in range(3):
-        rig.run()  # the pods still exist
-    assert len(rig.peers) == 3, "peers read rows of these pods until they end"
-    rig.settle()
-    assert len(rig.peers) == 1
-    rig.world.resource["status"]["replicas"] = 10**9
-    rig.run()
-    assert len(rig.peers) == 1000
-
-
 def test_password_exists_before_the_first_pod_and_is_not_created_again() -> None:
     rig = Rig(**with_peers())
     rig.world.failures["create"] = RefusedError("create", "forbidden")

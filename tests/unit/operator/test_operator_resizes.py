@@ -140,18 +140,6 @@ def test_pod_does_not_grow_beyond_its_volume() -> None:
     assert condition(node.status(), "Progressing")[1] == "ResizePending"
 
 
-def test_users_memory_request_is_retained_up_to_the_limit() -> None:
-    requests = {"name": "sidecar", "resources": {"requests": {"memory": "1200Mi"}}}
-    node = Node(podTemplate={"spec": {"initContainers": [requests]}})
-    node.declare("2Gi")
-    node.converge()
-    (sidecar, *_) = node.world.pods[POD]["spec"]["initContainers"]
-    assert sidecar["resources"]["requests"]["memory"] == "1200Mi"
-    node.declare("64Mi")
-    node.converge()
-    assert sidecar["resources"]["requests"]["memory"] == sidecar["resources"]["limits"]["memory"] == "578Mi"
-
-
 @pytest.mark.parametrize("edited", ["", "-1", "1e3", "9" * 40, "٣", "0"])
 def test_edited_size_annotation_is_corrected(edited: str) -> None:
     node = Node()

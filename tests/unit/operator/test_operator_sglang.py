@@ -1,6 +1,5 @@
 """Pods of SGLang: command line, refused arguments, probes, images, and who copies KV."""
 
-import json
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import STOCK_IMAGES
 from tests.harness.operator.model import World, cluster
 from tests.harness.operator.plans import observe, settled_world
-from tests.harness.operator.render import CONTEXT, ENGINES, children, container, env_of, pod_of
+from tests.harness.operator.render import CONTEXT, container, env_of, pod_of
 
 SGLANG: dict[str, Any] = {"kind": "SGLang"}
 
@@ -151,23 +150,6 @@ def test_sidecar_of_sglang_sees_no_gpus(gpu: dict[str, Any], allow_all_gpus: boo
     assert env_of(sidecar)["NVIDIA_VISIBLE_DEVICES"] == "void"
     assert "claims" not in sidecar["resources"]
     assert ("claims" in engine["resources"]) == ("deviceClassName" in gpu)
-
-
-def test_each_kind_has_its_default_image() -> None:
-    def images(kind: str, context: Context = CONTEXT, **engine: Any) -> tuple[str, str]:
-        """The engine's image, and the image that the StatefulSet records as the default."""
-        stateful_set = children(context=context, engine={"kind": kind, **engine})[ENGINES]
-        recorded = json.loads(stateful_set["metadata"]["annotations"]["lmcache.io/default-images"])
-        assert recorded.keys() == {"engine", "sidecar"}
-        return stateful_set["spec"]["template"]["spec"]["containers"][0]["image"], recorded["engine"]
-
-    assert (images("vLLM"), images("SGLang")) == ((STOCK_IMAGES["engine"],) * 2, (SGLANG_API.image,) * 2)
-    assert images("SGLang", CONTEXT._replace(engine_images={"SGLang": "sglang:next"})) == ("sglang:next",) * 2
-    assert (
-        images("vLLM", CONTEXT._replace(engine_images={"SGLang": "sglang:next"}))
-        == (STOCK_IMAGES["engine"],) * 2
-    )
-    assert images("SGLang", image="mine:1") == ("mine:1", SGLANG_API.image)
 
 
 def test_upgrade_of_the_operator_keeps_the_image_of_sglang() -> None:

@@ -164,17 +164,6 @@ def test_figures_stay_while_no_sidecar_answers() -> None:
     assert rig.listed() == [*before, entry("new")], "the names are those of the spec"
 
 
-def test_figures_stay_while_one_of_two_sidecars_misses_an_answer() -> None:
-    answers = [hits(tokens=1000, hit_tokens=100), hits(tokens=9000, hit_tokens=8900)]
-    rig = Rig(*answers)
-    before = rig.listed()
-    assert before == [entry("default", memory=0), entry("search", 90, 100)]
-    assert rig.world.resource["status"]["hitPercent"] == {"engine": 0, "memory": 90}
-    rig.restart_operator()
-    rig.answer(answers[0], None)
-    assert (rig.listed(), rig.world.writes) == (before, [])
-
-
 def test_names_that_differ_in_a_figure_are_different() -> None:
     rig = Rig(report(t100=(100, 50, 500)), tenants=declared("t100"))
     rig.listed()
