@@ -185,17 +185,6 @@ def test_reports_of_sidecars_become_a_condition(reports: Any, expected: tuple[st
     assert (("Normal", "Encrypted") in rig.world.events) == (expected[0] == "False")
 
 
-def test_tier_that_is_off_is_reported_with_the_reason_of_its_sidecar() -> None:
-    rig = Rig(both())
-    reason = "/etc/lmcache/keys/disk-remote: no key"
-    off = {"is_reachable": False, "off_reason": reason, "encryption_problem": reason}
-    assert rig.report(*[{"disk": off, "remote": off}] * 2) == INVALID
-    assert rig.condition("DiskTierAvailable") == ("False", "DiskTierOff")
-    assert rig.condition("RemoteTierReachable") == ("False", "RemoteTierUnreachable")
-    for kind in ("DiskTierAvailable", "RemoteTierReachable", "RowsEncrypted"):
-        assert reason in rig.message(kind)
-
-
 def test_pods_from_before_the_encryption_are_not_said_to_encrypt() -> None:
     rig = Rig({"remote": EXTERNAL})
     assert rig.report({"remote": FINE}, {"remote": FINE}) == NO_KEYS
@@ -207,18 +196,6 @@ def test_pods_from_before_the_encryption_are_not_said_to_encrypt() -> None:
     assert rig.report({"remote": FINE}, {"remote": FINE}) == ENCRYPTED
     rig.change(tiers={"remote": {"encryption": None}})
     assert rig.report({"remote": FINE}, {"remote": FINE}) == NO_KEYS
-
-
-def test_restarted_operator_does_not_doubt_the_condition_after_one_missed_answer() -> None:
-    rig = Rig(both())
-    rig.report(BOTH_FINE, BOTH_FINE)
-    del rig.world.stats["10.0.0.0"]
-    rig.world.stats["10.0.0.1"] |= {"is_ready": False}
-    rig.restart_operator()
-    rig.run()
-    assert (rig.condition("SidecarAttached")[1], rig.encrypted) == ("SidecarNotReady", ENCRYPTED)
-    rig.miss_answers()
-    assert rig.encrypted == SILENT
 
 
 def test_pods_with_the_former_secret_are_being_replaced() -> None:

@@ -14,7 +14,6 @@ from lmcache_operator.reconcile.probe import SidecarProber
 from lmcache_operator.stats import StatsClient
 from testing.child_process import free_port
 from tests.harness.operator.components import ReconciledCluster
-from tests.harness.operator.plans import settled_world, status_of
 
 GOOD = {"is_ready": True, "not_ready_reason": "", "num_clients": {"attached": 2}, "remote": None}
 BAD = GOOD | {"is_ready": False, "not_ready_reason": "--remote-url: no such scheme"}
@@ -173,13 +172,6 @@ def test_missing_answer_after_a_restart_keeps_the_status() -> None:
     rig.restart_operator()
     rig.world.stats.clear()
     assert (rig.polled(), rig.condition("Degraded")[0]) == (before, "True")
-
-
-def test_conditions_are_retained_without_a_poll() -> None:
-    rig = Rig(BAD)
-    message = rig.polled()[2]
-    assert message in str(status_of(rig.world, probed=None))
-    assert "SidecarAttached" not in str(status_of(settled_world(), probed=None))
 
 
 def test_changed_number_in_a_reason_does_not_change_the_condition() -> None:

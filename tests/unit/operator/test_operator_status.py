@@ -215,11 +215,3 @@ def test_transition_time_changes_only_with_the_status() -> None:
     times = {c["type"]: c["lastTransitionTime"] for c in status_of(world, now=LATE)["conditions"]}
     assert times["Degraded"] == "2026-01-01T00:00:00Z"
     assert times["Ready"] == times["EngineAvailable"] == "2026-01-02T00:00:00Z"
-
-
-@pytest.mark.parametrize("engine", [{"args": ["--port=1"]}, {"unknown": 1}])
-def test_cluster_with_an_invalid_spec_is_neither_ready_nor_complete(engine: dict[str, Any]) -> None:
-    world = settled_world()
-    world.change(engine=engine)
-    for kind in ("Ready", "Progressing"):
-        assert condition(status_of(world), kind) == ("False", "InvalidSpec")
