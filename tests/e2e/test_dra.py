@@ -6,7 +6,6 @@ The tests of ``on_gpu`` depend on their order: each continues with the pod as th
 import contextlib
 import json
 import subprocess
-import threading
 import urllib.request
 from pathlib import Path
 
@@ -40,7 +39,7 @@ def make_prompt(number: int) -> list[int]:
     return [4 + (7 * number + 11 * position + position // 251) % 256 for position in range(8 * CHUNK + 5)]
 
 
-PROMPT, OTHER_PROMPT, THIRD_PROMPT = map(make_prompt, range(3))
+PROMPT, OTHER_PROMPT = map(make_prompt, range(2))
 
 
 @pytest.fixture(scope="module")
@@ -133,15 +132,6 @@ def wait_copies(app):
         return stats if stats["mode"] == "CudaIPC" and stats["num_workers"]["CudaIPC"] else None
 
     return wait(app, statistics)
-
-
-def wait_restarted(app, before, container):
-    """Wait until the kubelet has restarted the container and the pod is Ready. Returns the pod."""
-    count = before.container(container)["restartCount"]
-    wait(app, lambda: app.pod().container(container)["restartCount"] > count)
-    after = app.ready_pod()
-    assert after.uid == before.uid
-    return after
 
 
 # ---- answers of engines, and the KV that they used ----
@@ -258,84 +248,7 @@ def test_reader_never_has_the_process_id_of_the_engine(on_gpu, claim):
     assert_hit(on_gpu, claim, OTHER_PROMPT, cold(pod, OTHER_PROMPT, "b"))
 
 
-def test_partial_copy_of_a_killed_engine_is_not_served(on_gpu, claim):
-    pod = on_gpu.pod()
-    expected = cold(pod, THIRD_PROMPT, "c")
-    expected_before = cold(pod, PROMPT, "d")
-    claim.order("sidecar: stall")
-    num_batches, num_failed = claim.num_copies("sidecar"), num_failed_readers(pod)
-    request = threading.Thread(target=complete_or_fail, args=(pod, THIRD_PROMPT))
-    request.start()
-    # A reader that hangs for some seconds is killed. On a slow machine that may happen first.
-    wait(
-        on_gpu,
-        lambda: claim.num_copies("sidecar") > num_batches or num_failed_readers(pod) > num_failed,
-    )
-    kill_engine(on_gpu, claim, request)
-    wait_copies(on_gpu)
-    assert_hit(on_gpu, claim, THIRD_PROMPT, expected)
-    assert_hit(on_gpu, claim, PROMPT, expected_before)
-    assert claim.num_copies("sidecar"), "the sidecar must copy again"
-
-
-def num_failed_readers(pod):
-    return pod.stats()["transfer"]["failed_readers"]
-
-
-def complete_or_fail(pod, prompt):
-    with contextlib.suppress(OSError, subprocess.CalledProcessError, ValueError):
-        Answer(pod, prompt)
-
-
-def kill_engine(app, gpu, request):
-    """Kill the engine and wait for its restart. The next engine must get all of its memory."""
-    before = app.pod()
-    before.kill("engine")
-    gpu.order("")
-    request.join(WAIT_SECONDS)
-    wait(app, lambda: not gpu.count("mappings", "sidecar"))
-    wait_restarted(app, before, "engine")
-
-
-def test_engine_attaches_to_a_restarted_sidecar(on_gpu, claim):
-    pod = on_gpu.pod()
-    engine = pod.container("engine")["containerID"]
-    expected = cold(pod, PROMPT, "e")
-    pod.kill("sidecar")
-    pod = wait_restarted(on_gpu, pod, "sidecar")
-    assert pod.container("engine")["containerID"] == engine
-    wait_copies(on_gpu)
-    assert_hit(on_gpu, claim, PROMPT, expected)
-    fourth = make_prompt(4)
-    assert_hit(on_gpu, claim, fourth, cold(pod, fourth, "f"))
-    assert claim.count("copied_bytes", "sidecar")
-    wait_transfer(on_gpu, "CudaIPC", "DRAClaimShared")
-
-
-# ---- several pods ----
-
-
-def test_pods_wait_for_devices_and_release_them(make_app, gpus, programs, on_gpu):
-    """``on_gpu`` uses one of two GPUs."""
-    app = on_program(make_app("spare"), "idle", {"deviceClassName": NAME}, replicas=2)
-    app.apply()
-    try:
-        degraded = wait(app, lambda: is_unschedulable(app))
-        assert "cannot allocate all claims" in degraded["message"]
-        ready_pods = wait(app, lambda: [pod for pod in app.pods() if pod.is_ready])
-        assert len(ready_pods) == 1
-        uuids = [uuid for uuids in gpus.prepared().values() for uuid in uuids]
-        assert len(set(uuids)) == len(uuids) == 2
-        assert visible_devices(ready_pods[0], "sidecar")[0] in uuids
-    finally:
-        app.delete()
-    wait(app, lambda: len(gpus.prepared()) == 1)
-    wait(app, lambda: len(app.node.api.objects(CLAIMS, NAMESPACE)) == 1)
-
-
-def is_unschedulable(app):
-    degraded = app.conditions().get("Degraded", {})
-    return degraded if degraded.get("reason") == "Unschedulable" else None
+# ---- a device plugin ----
 
 
 def test_gpu_of_a_device_plugin_belongs_to_the_engine_only(make_app, node, programs):

@@ -1,22 +1,18 @@
-"""Containers and pods that a kubelet ends by itself: containers that hang, pods that exceed their disk limit.
+"""Containers that a kubelet ends by itself because they hang. A sidecar that never listens must not be ended.
 
-A sidecar that never listens must not be ended. The engine is a program that only reports that it is healthy,
-because these tests are about probes, limits and restarts.
+The engine is a program that only reports that it is healthy, because these tests are about probes
+and restarts.
 """
 
-import contextlib
-import subprocess
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from testing.node.app import READY_SECONDS
 from tests.harness.commands.programs import IDLE, offer_programs, use_program
-from tests.harness.operator.pods import is_in_service, retained
+from tests.harness.operator.pods import is_in_service
 
 PROGRAMS = "idle"
-DISK, TOO_MUCH = "256Mi", 400
-"""Disk limit of the engine's container, and mebibytes that exceed it."""
 PROBE_TIME = timedelta(seconds=130)
 """More than twice the time after which the sidecar's liveness probe fails."""
 LIBRARIES = "broken-libraries"
@@ -27,8 +23,6 @@ def idle(make_app, installed):
     offer_programs(installed, PROGRAMS, vllm=IDLE)
     app = make_app("idle")
     use_program(app, PROGRAMS, "vllm")
-    template = app.spec["spec"]["engine"]["podTemplate"]["spec"]
-    template["containers"][0]["resources"]["limits"]["ephemeral-storage"] = DISK
     app.apply()
     app.ready_pod()
     yield app
@@ -67,22 +61,6 @@ def test_hanging_containers_are_restarted(idle):
     assert after.uid == before.uid
     idle.wait_condition("Ready")
     idle.node.wait(lambda: is_in_service(idle), 60)  # the endpoint slices follow the pod with a delay
-
-
-def test_pod_evicted_for_disk_usage_is_replaced(idle):
-    before = idle.ready_pod()
-    with retained(before):  # otherwise the pod's many events may prevent the kubelet from posting this one
-        with contextlib.suppress(
-            subprocess.CalledProcessError
-        ):  # it may be evicted before dd has written all
-            before.exec("engine", "dd", "if=/dev/zero", "of=/tmp/large", "bs=1M", f"count={TOO_MUCH}")
-        idle.node.wait(lambda: idle.pod().object["status"]["phase"] == "Failed")
-        failed = idle.pod()
-    assert failed.uid == before.uid
-    assert failed.object["status"]["reason"] == "Evicted"
-    assert DISK in failed.object["status"]["message"]
-    idle.ready_pod(instead_of=before)
-    idle.wait_condition("Ready")
 
 
 def test_sidecar_that_never_listens_is_not_restarted_while_its_engine_serves(mute):

@@ -9,7 +9,7 @@ from testing.kube.operator import CLUSTERS
 from testing.node.app import NAMESPACE, App
 from testing.node.pods import Completion, Pod, complete
 from tests.harness.operator.client_pods import client_pod
-from tests.harness.operator.pods import no_restart_between, prompt
+from tests.harness.operator.pods import prompt
 
 NAME, PEERS_PORT, EVENTS_PORT = "split", 9465, 5557
 CHILD = f"{NAME}-prefill"
@@ -104,27 +104,3 @@ def test_router_gets_kv_events_through_the_network_policies(app, pools, referenc
         app.node.wait(lambda: client.reaches(prefill, 9464), 60)
         assert not client.reaches(prefill, PEERS_PORT)
         assert not client.reaches(prefill, EVENTS_PORT)
-
-
-def test_change_of_prefill_replaces_no_other_pod(app, pools):
-    decode, prefill, router = app.ready_pod(), pools.ready_pod(), router_pod(app)
-    app.spec["spec"]["engine"]["prefill"]["args"] = ["--max-num-seqs=4"]
-    app.apply()
-    replaced = pools.ready_pod(instead_of=prefill)
-    after = app.ready_pod()
-    assert after.uid == decode.uid
-    assert no_restart_between(decode, after)
-    assert router_pod(app).uid == router.uid
-    assert "--max-num-seqs=4" in replaced.object["spec"]["containers"][0]["args"]
-    app.node.wait(lambda: len(ask_router(app, prompt(120)).tokens) == 8, 120)
-
-
-def test_pods_serve_alone_without_prefill(app, pools):
-    decode = app.ready_pod()
-    del app.spec["spec"]["engine"]["prefill"]
-    app.apply()
-    app.node.wait(lambda: not pools.pods(), SECONDS)
-    app.node.wait(lambda: "PrefillAvailable" not in app.conditions(), 60)
-    app.wait_condition("RouterAvailable")
-    app.node.wait(lambda: len(ask_router(app, prompt(121)).tokens) == 8, 120)
-    assert app.ready_pod().uid == decode.uid

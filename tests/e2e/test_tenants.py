@@ -1,9 +1,8 @@
-"""Budgets of tenants on a real kubelet: salts by header and body, a new budget, a deleted Secret.
+"""Budgets of tenants on a real kubelet: salts by header and body, a deleted Secret.
 
 The tests depend on their order, and share one LMCacheCluster.
 """
 
-import hashlib
 import time
 from collections.abc import Iterator
 
@@ -54,22 +53,11 @@ def tenants(pod: Pod):
     return pod.stats()["tenants"]
 
 
-def declared_digest(app: App) -> str:
-    """Digest of the file that the operator declares."""
-    config = app.node.api.get("v1/configmaps", f"{app.name}-sidecar", NAMESPACE)
-    return hashlib.sha256(config["data"]["tenants.yaml"].encode()).hexdigest()
-
-
 def status_with_hits(app: App):
     """Figures in the status by the name of the tenant, as soon as the tenant batch has prompts; else None."""
     status = app.node.api.get(CLUSTERS, app.name, NAMESPACE)["status"]
     listed = {tenant.pop("name"): tenant for tenant in status.get("tenants", ())}
     return listed if "hitPercent" in listed.get("batch", {}) else None
-
-
-def known(app: App) -> tuple[str, str]:
-    condition = app.conditions()["TenantsKnown"]
-    return condition["status"], condition["reason"]
 
 
 def hit_of_search(pod: Pod) -> Completion:
@@ -107,31 +95,6 @@ def test_requests_count_for_the_tenant_of_their_header_or_body(app):
     assert all(0 <= share < 100 for share in shares)
     usable = pod.stats()["memory"]["usable_bytes"]
     assert listed["search"]["usedMemoryPercent"] == 100 * stats["bytes"]["search"] // usable
-
-
-def test_condition_is_true_again_when_the_sidecar_uses_the_new_budget(app):
-    pod = app.ready_pod()
-    before = tenants(pod)["tenants_digest"]
-    assert before == declared_digest(app)
-    app.node.stop_kubelet()  # without it, the file in the pod does not change
-    try:
-        app.spec["spec"]["tenants"]["named"][1]["memoryPercent"] = 20
-        app.apply()
-        condition = app.wait_condition("TenantsKnown", "False", 60)
-        assert condition["reason"] == "TenantsPending"
-        assert (
-            f"1 of 1 sidecars do not use the declared tenants yet. First: pod {pod.name}. "
-            in (condition["message"])
-        )
-        assert tenants(pod)["tenants_digest"] == before != declared_digest(app)
-        reconcile(app)
-        assert known(app) == ("False", "TenantsPending")
-    finally:
-        app.node.start_kubelet()
-    assert app.wait_condition("TenantsKnown", timeout=KUBELET_SECONDS)["reason"] == "TenantsInUse"
-    assert tenants(pod)["tenants_digest"] == declared_digest(app)
-    assert app.ready_pod().uid == pod.uid, "a new budget replaces no pod"
-    hit_of_search(pod)
 
 
 def test_cache_serves_without_the_secret_and_the_status_says_so(app):
