@@ -27,13 +27,20 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @contextlib.contextmanager
-def blended(model, selection, **options):
+def blended(model, *tokenizers, selection=None, **options):
     with engine_for(model, **options) as engine:
-        blended = BlendedModel(model, engine, selection=selection)
+        blended_model = BlendedModel(model, engine, *tokenizers, selection=selection)
         try:
-            yield blended
+            yield blended_model
         finally:
-            blended.close()
+            blended_model.close()
+
+
+def blended_kv(model, selection) -> torch.Tensor:
+    """KV of ``PROMPT``, whose documents were stored before."""
+    with blended(model, selection=selection) as blended_model:
+        blended_model.precompute(PROMPT[:-1])
+        return kv_of(blended_model.prefill([PROMPT])[0].cache)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +64,16 @@ def kv_alone(model, tokens, first_position=0, before=()) -> torch.Tensor:
     positions = torch.arange(len(everything)) + first_position - len(before)
     model.get_decoder()(input_ids=everything[None], position_ids=positions[None], past_key_values=cache)
     return kv_of(cache)[..., len(before) :, :]
+
+
+def kv_of_segments(model, prompt=None) -> torch.Tensor:
+    """KV of all segments as they are stored: each begins at the first position, and attends to itself."""
+    return torch.cat([kv_alone(model, segment) for segment in prompt or PROMPT], -2)
+
+
+def is_reused(kv, stored) -> list[bool]:
+    """Whether the V of a token, in all layers, is the stored one. The K is rotated."""
+    return (kv == stored)[:, 1].all(0).all(0).all(-1).tolist()
 
 
 @torch.no_grad()
@@ -100,7 +117,7 @@ def test_recomputing_everything_equals_a_full_prefill_bit_for_bit(family, attent
         full = model(tokens)
     expected = model.generate(tokens, **options)
     for name, selection in EVERYTHING.items():
-        with blended(model, selection) as blended_model:
+        with blended(model, selection=selection) as blended_model:
             assert blended_model.precompute(PROMPT[:-1]) == sum(map(len, PROMPT[:-1]))
             result = blended_model.prefill([PROMPT], len(QUESTION))[0]
             assert torch.equal(result.logits, full.logits[0, -len(QUESTION) :]), name
@@ -120,12 +137,11 @@ def test_kv_equals_a_reference_that_processes_tokens_in_order(family, attention,
     model = tiny_model(family, attention)
     num_documents = sum(map(len, PROMPT[:-1]))
     num_computed = int(0.3 * num_documents) if isinstance(selection, FirstTokens) else 0
-    alone = torch.cat([kv_alone(model, segment) for segment in PROMPT], -2)
-    with blended(model, selection) as blended_model:
+    with blended(model, selection=selection) as blended_model:
         blended_model.precompute(PROMPT[:-1])
         result = blended_model.prefill([PROMPT])[0]
-        is_reused = (kv_of(result.cache) == alone)[:, 1].all(0).all(0).all(-1)  # V of all layers
-        is_selected = [not is_same for is_same in is_reused[:num_documents]] + [True] * len(QUESTION)
+        is_same = is_reused(kv_of(result.cache), kv_of_segments(model))[:num_documents]
+        is_selected = [not same for same in is_same] + [True] * len(QUESTION)
         assert sum(is_selected) == num_computed + len(QUESTION)
         kv, logits = computed_one_by_one(model, PROMPT, is_selected)
         assert torch.allclose(kv_of(result.cache), kv, atol=1e-4)
@@ -133,13 +149,8 @@ def test_kv_equals_a_reference_that_processes_tokens_in_order(family, attention,
 
 
 def test_first_tokens_selects_an_equal_share_of_each_moved_segment(llama):
-    with blended(llama, FirstTokens(0.2)) as blended_model:
-        blended_model.precompute(PROMPT[:-1])
-        cache = kv_of(blended_model.prefill([PROMPT])[0].cache)
-    alone = torch.cat([kv_alone(llama, segment) for segment in PROMPT], -2)
-    computed = [
-        index for index, is_same in enumerate((cache == alone)[:, 1].all(0).all(0).all(-1)) if not is_same
-    ]
+    is_same = is_reused(blended_kv(llama, FirstTokens(0.2)), kv_of_segments(llama))
+    computed = [index for index, same in enumerate(is_same) if not same]
     # int(0.2 * 123) = 24 tokens, from segments of 40 and 33 tokens behind a segment of 50: equal shares
     expected = [*range(50, 63), *range(90, 101), *range(123, 132)]
     assert computed == expected
@@ -148,17 +159,15 @@ def test_first_tokens_selects_an_equal_share_of_each_moved_segment(llama):
 def test_largest_deviation_measures_the_configured_layer(llama):
     with torch.no_grad():
         fresh = kv_of(llama(joined(PROMPT)).past_key_values)
-    alone = torch.cat([kv_alone(llama, segment) for segment in PROMPT], -2)
+    alone = kv_of_segments(llama)
     for layer in (1, 2):
-        with blended(llama, LargestDeviation(0.25, layer)) as blended_model:
-            blended_model.precompute(PROMPT[:-1])
-            result = kv_of(blended_model.prefill([PROMPT])[0].cache)
+        result = blended_kv(llama, LargestDeviation(0.25, layer))
         assert torch.equal(result[: layer + 1], fresh[: layer + 1])  # computed for all tokens
         num_known = sum(map(len, PROMPT[:-1]))
         deviation = (fresh - alone)[layer, 1].square().mean((0, 2))[:num_known]
         expected = set(deviation.argsort(descending=True)[: int(0.25 * num_known)].tolist())
-        is_reused = (result[layer + 1, 1] == alone[layer + 1, 1]).all(0).all(-1)[:num_known]
-        assert {index for index, is_same in enumerate(is_reused) if not is_same} == expected
+        is_same = is_reused(result[layer + 1 :][:1], alone[layer + 1 :][:1])[:num_known]
+        assert {index for index, same in enumerate(is_same) if not same} == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -175,28 +184,21 @@ def test_most_attended_selects_tokens_by_the_questions_attention(family):
     attention = torch.cat(output.attentions).amax((1, 2)).sum(0)[:num_known]
     attention[: len(PROMPT[0])] = 0  # the first segment stands at its stored position
     expected = set(attention.argsort(descending=True)[: int(0.25 * num_known)].tolist())
-    alone = torch.cat([kv_alone(model, segment) for segment in PROMPT], -2)
-    with blended(model, MostAttended(0.25)) as blended_model:
-        blended_model.precompute(PROMPT[:-1])
-        result = kv_of(blended_model.prefill([PROMPT])[0].cache)
-    is_reused = (result == alone)[:, 1].all(0).all(0).all(-1)[:num_known]
-    computed = {index for index, is_same in enumerate(is_reused) if not is_same}
-    assert computed == expected
-    kv, _ = computed_one_by_one(
-        model, PROMPT, [index in expected or index >= num_known for index in range(len(alone[0, 0, 0]))]
-    )
+    result = blended_kv(model, MostAttended(0.25))
+    is_same = is_reused(result, kv_of_segments(model))
+    assert {index for index, same in enumerate(is_same[:num_known]) if not same} == expected
+    is_selected = [index in expected or index >= num_known for index in range(len(is_same))]
+    kv, _ = computed_one_by_one(model, PROMPT, is_selected)
     assert torch.allclose(result, kv, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_models_blend_within_rounding(dtype):
     model = tiny_model("llama").to(dtype)
-    with blended(model, AllTokens()) as blended_model, torch.no_grad():
+    with blended(model, selection=AllTokens()) as blended_model, torch.no_grad():
         full = model(joined(PROMPT), logits_to_keep=1).logits[0]
         assert torch.equal(blended_model.prefill([PROMPT])[0].logits, full)
-    with blended(model, NoTokens()) as blended_model:
-        blended_model.precompute(PROMPT[:-1])
-        result = kv_of(blended_model.prefill([PROMPT])[0].cache).float()
+    result = blended_kv(model, NoTokens()).float()
     start = len(PROMPT[0])
     moved = kv_alone(model, PROMPT[1], start).float()
     difference = (result[..., start : start + len(PROMPT[1]), :] - moved)[0].abs().max()
@@ -220,9 +222,7 @@ def test_half_precision_models_blend_within_rounding(dtype):
 )
 def test_moved_segments_follow_scaled_rotary_embeddings(rope):
     model = tiny_model("llama", rope_parameters={"rope_theta": 10_000.0, **rope})
-    with blended(model, NoTokens()) as blended_model:
-        blended_model.precompute(PROMPT[:-1])
-        result = kv_of(blended_model.prefill([PROMPT])[0].cache)
+    result = blended_kv(model, NoTokens())
     start = len(PROMPT[0])
     moved = kv_alone(model, PROMPT[1], start)
     assert torch.allclose(result[..., start : start + len(PROMPT[1]), :], moved, atol=1e-4)
@@ -235,7 +235,7 @@ def test_packed_prompts_do_not_affect_one_another(llama, selection):
     second_prompt = [DOCUMENTS[0], DOCUMENTS[0], QUESTION]  # the same document twice
     third_prompt = [*DOCUMENTS, *random_tokens(200, seed=5)]  # a long question
     prompts = [PROMPT, second_prompt, [QUESTION], third_prompt]
-    with blended(llama, selection) as blended_model:
+    with blended(llama, selection=selection) as blended_model:
         blended_model.precompute(DOCUMENTS)
         alone = [blended_model.prefill([prompt])[0] for prompt in prompts]
         packed = blended_model.prefill(prompts)
@@ -246,7 +246,7 @@ def test_packed_prompts_do_not_affect_one_another(llama, selection):
 
 def test_generation_continues_from_a_prefill(llama):
     tokens = joined(PROMPT)
-    with blended(llama, LargestDeviation(0.5)) as blended_model:
+    with blended(llama, selection=LargestDeviation(0.5)) as blended_model:
         blended_model.precompute(DOCUMENTS)
         expected = blended_model.generate(PROMPT, max_new_tokens=4, do_sample=False)
         cache = blended_model.prefill([PROMPT])[0].cache
@@ -258,7 +258,7 @@ def test_generation_continues_from_a_prefill(llama):
 
 
 def test_exact_lookups_never_find_approximate_kv(llama):
-    with blended(llama, NoTokens(), save_decode_cache=True) as blended_model:
+    with blended(llama, selection=NoTokens(), save_decode_cache=True) as blended_model:
         output = blended_model.generate(PROMPT, max_new_tokens=2 * 16, do_sample=False)[0]
         assert blended_model.segments.lookup(DOCUMENTS[0]) == len(DOCUMENTS[0])
         for tokens in (*DOCUMENTS, joined(PROMPT)[0], output, QUESTION, *DOCUMENTS[0].split(16)):

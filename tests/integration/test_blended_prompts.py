@@ -1,6 +1,5 @@
 """Prompts, configurations and models that may be blended. Every accepted prompt gets an answer."""
 
-import contextlib
 import copy
 
 import pytest
@@ -11,10 +10,16 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from lmcache.blend.selection import AllTokens, LargestDeviation, NoTokens, Selection
 from lmcache.huggingface import BlendedModel
 from testing.blend.tiny import BOS, VOCAB_SIZE, WINDOW, engine_for, random_tokens, tiny_model
-from tests.integration.test_blended_model import joined, kv_alone, kv_of
+from tests.integration.test_blended_model import (
+    DOCUMENTS,
+    QUESTION,
+    blended,
+    joined,
+    kv_alone,
+    kv_of,
+    kv_of_segments,
+)
 
-DOCUMENTS = random_tokens(40, 33, 50)
-QUESTION = random_tokens(9, seed=1)[0]
 PROMPT = [*DOCUMENTS, QUESTION]
 GENERATE = {"max_new_tokens": 5, "do_sample": False}
 
@@ -25,16 +30,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def model():
     return tiny_model("llama")
-
-
-@contextlib.contextmanager
-def blended(model, *args, selection=None, **options):
-    with engine_for(model, **options) as engine:
-        blended_model = BlendedModel(model, engine, *args, selection=selection)
-        try:
-            yield blended_model
-        finally:
-            blended_model.close()
 
 
 def is_exact(blended_model, prompt) -> bool:
@@ -57,7 +52,7 @@ def is_exact_now(blended_model, prompt) -> bool:
 def num_computed(blended_model, prompt) -> int:
     """Number of tokens behind the first segment that a prefill computes: their V differs from stored V."""
     cache = kv_of(blended_model.prefill([prompt])[0].cache)
-    alone = torch.cat([kv_alone(blended_model.model, segment) for segment in prompt], -2)
+    alone = kv_of_segments(blended_model.model, prompt)
     return int((cache != alone)[-1, 1, :, len(prompt[0]) :].any(0).any(-1).sum())
 
 
