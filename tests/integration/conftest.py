@@ -7,7 +7,7 @@ import torch
 
 from testing import deadlines
 from testing.engine import fork_server
-from testing.processes import SidecarProcess
+from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.engine import attach, connect, scheduler, sidecar
 from tests.harness.sglang.fixtures import (
     _sglang_buffered,
@@ -32,6 +32,21 @@ __all__ = [
     "sidecar",
     "start_sglang",
 ]
+
+
+@pytest.fixture(scope="module")
+def shared_redis() -> Iterator[RedisProcess]:
+    """A Redis for all tests of a module. They neither stop nor configure it."""
+    with RedisProcess() as server:
+        yield server
+
+
+@pytest.fixture
+def empty_redis(shared_redis: RedisProcess) -> RedisProcess:
+    """The Redis of the module, without keys."""
+    with shared_redis.client as client:
+        client.flushall()
+    return shared_redis
 
 
 @pytest.fixture(scope="module", autouse=True)

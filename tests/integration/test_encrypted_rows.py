@@ -14,12 +14,6 @@ from tests.harness.tiers.encryption import key_of, write_keys
 pytestmark = pytest.mark.redis
 
 
-@pytest.fixture
-def redis_server() -> Iterator[RedisProcess]:
-    with RedisProcess() as server:
-        yield server
-
-
 def wait_for_versions(sidecar: SidecarProcess, tier: str, *versions: int) -> None:
     expected = {"write_version": versions[-1], "versions": list(versions)}
     sidecar.wait_until(lambda stats: stats[tier]["encryption"] == expected)
@@ -50,12 +44,12 @@ def encrypted(server: RedisProcess, tmp_path: Path, **options: object) -> Iterat
         yield sidecar
 
 
-def test_rows_are_encrypted_in_both_tiers_and_survive_restarts(redis_server, tmp_path, keys):
-    with encrypted(redis_server, tmp_path) as sidecar:
+def test_rows_are_encrypted_in_both_tiers_and_survive_restarts(empty_redis, tmp_path, keys):
+    with encrypted(empty_redis, tmp_path) as sidecar:
         with session_of(sidecar) as session:
             store(session, *range(10))
             sidecar.settled()
-            stored = media(redis_server, tmp_path / "tier")
+            stored = media(empty_redis, tmp_path / "tier")
             assert len(stored) > 20 * 100_000
             # Payloads are random bytes, which Redis cannot compress in a dump.
             assert not any(bytes(payload(number)[:64]) in stored for number in range(10))
@@ -74,11 +68,11 @@ def test_rows_are_encrypted_in_both_tiers_and_survive_restarts(redis_server, tmp
 
 
 @pytest.mark.parametrize("tier", ["disk", "remote"])
-def test_keys_rotate_while_the_sidecar_runs(redis_server, tmp_path, keys, tier):
+def test_keys_rotate_while_the_sidecar_runs(empty_redis, tmp_path, keys, tier):
     medium = (
         {"disk_path": tmp_path / "tier", "disk_encryption_keys_dir": keys}
         if tier == "disk"
-        else {"remote_url": redis_server.unix_url, "remote_encryption_keys_dir": keys}
+        else {"remote_url": empty_redis.unix_url, "remote_encryption_keys_dir": keys}
         | {"remote_encryption_delay_seconds": 0}
     )
     with SidecarProcess(**medium) as sidecar:
@@ -109,8 +103,8 @@ def test_keys_rotate_while_the_sidecar_runs(redis_server, tmp_path, keys, tier):
 
 
 @pytest.mark.parametrize("stay_up", ["false", "true"])
-def test_without_a_key_nothing_is_written_until_there_is_one(redis_server, tmp_path, stay_up):
-    with encrypted(redis_server, tmp_path, stay_up=stay_up) as sidecar, session_of(sidecar) as session:
+def test_without_a_key_nothing_is_written_until_there_is_one(empty_redis, tmp_path, stay_up):
+    with encrypted(empty_redis, tmp_path, stay_up=stay_up) as sidecar, session_of(sidecar) as session:
         assert sidecar.get("/readyz") == "ready\n"
         store(session, 1)
         assert session.lookup("r", [(0, make_keys(1))]).num_leased == 1
@@ -120,9 +114,9 @@ def test_without_a_key_nothing_is_written_until_there_is_one(redis_server, tmp_p
             assert not stats[tier]["is_reachable"]
             assert f"{tmp_path / 'keys'} can't be read: no such file" in stats[tier]["off_reason"]
             assert f"--{tier}-encryption-keys-dir: {tmp_path / 'keys'} can't be read" in sidecar.log
-        assert media(redis_server, tmp_path / "tier") == b""
+        assert media(empty_redis, tmp_path / "tier") == b""
         write_keys(tmp_path / "keys", 1)
         sidecar.wait_until(lambda stats: stats["disk"]["written"] == stats["remote"]["written"] == 1)
-        stored = media(redis_server, tmp_path / "tier")
+        stored = media(empty_redis, tmp_path / "tier")
         assert len(stored) > 200_000
         assert bytes(payload(1)[:64]) not in stored

@@ -25,18 +25,10 @@ pytestmark = pytest.mark.redis
 SERDES = ("torch", "safetensor", "fast")
 
 
-@pytest.fixture(scope="module")
-def redis_server():
-    with RedisProcess() as server:
-        yield server
-
-
 @pytest.fixture(params=["redis", "lm"])
-def url(request, redis_server):
+def url(request, empty_redis):
     if request.param == "redis":
-        with redis_server.client as client:
-            client.flushall()
-        yield f"redis://127.0.0.1:{redis_server.port}"
+        yield f"redis://127.0.0.1:{empty_redis.port}"
     else:
         with lm_server.serving() as server:
             yield f"lm://127.0.0.1:{server.port}"

@@ -17,7 +17,6 @@ from lmcache_store.tiers.remote.objects import MAX_PIECE_BYTES
 from lmcache_store.tiers.remote.resp import RespConnection
 from lmcache_store.tiers.remote.tier import RemoteTier
 from lmcache_store.tiers.remote.value_formats import EncryptedValues
-from testing.processes import RedisProcess
 from tests.harness.tiers.encryption import cipher, flipped, key_of
 from tests.harness.tiers.remote_objects import KEY, encrypted_name, load, pattern, row_name, tier_of
 
@@ -28,25 +27,12 @@ OTHER_KEY = KEY[:-1] + b"!"
 OBJECT = ObjectId(KEY, 0)
 
 
-@pytest.fixture(scope="module")
-def running():
-    with RedisProcess() as server:
-        yield server
-
-
 @pytest.fixture
-def server(running):
-    with running.client as client:
-        client.flushall()
-    return running
-
-
-@pytest.fixture
-def open_tier(server):
+def open_tier(empty_redis):
     with contextlib.ExitStack() as opened:
 
         def start(used: AesGcm | None) -> RemoteTier:
-            tier = tier_of(server.unix_url, cipher=used)
+            tier = tier_of(empty_redis.unix_url, cipher=used)
             opened.callback(tier.close)
             return tier
 
@@ -54,8 +40,8 @@ def open_tier(server):
 
 
 @pytest.fixture
-def redis(server):
-    with server.client as client:
+def redis(empty_redis):
+    with empty_redis.client as client:
         yield client
 
 
@@ -79,12 +65,12 @@ def test_redis_contains_no_plain_text_and_no_row_key(open_tier, redis):
     assert visible() == [True] * 3, "a control"
 
 
-def test_flipped_bits_are_refused(server, open_tier, redis):
+def test_flipped_bits_are_refused(empty_redis, open_tier, redis):
     """One bit of each byte of a piece, and of each eighth byte of a marker. A unit test flips every bit."""
     size = 40
     store(open_tier(cipher("remote", 1)), pattern(size))
     form, into = EncryptedValues(cipher("remote", 1)), memoryview(bytearray(size))
-    address = Address.parse(server.unix_url)
+    address = Address.parse(empty_redis.unix_url)
     accepted = []
     for field, bits in (("0:0", range(7, 8 * (size + 48), 8)), ("0", range(63, 8 * 752, 64))):
         stored = redis.hget(NAME, field)
@@ -161,8 +147,8 @@ def test_pieces_of_several_writers_and_versions_make_one_column(open_tier, redis
     assert first.stats.key_absent == 1
 
 
-def test_pods_with_and_without_keys_share_a_redis(server, open_tier, redis):
-    encrypted, plain = open_tier(cipher("remote", 1)), tier_of(server.unix_url)
+def test_pods_with_and_without_keys_share_a_redis(empty_redis, open_tier, redis):
+    encrypted, plain = open_tier(cipher("remote", 1)), tier_of(empty_redis.unix_url)
     with contextlib.closing(plain):
         assert store(encrypted, b"e" * 3000)
         assert num_leading(plain.find_each, [KEY], 1) == 0
@@ -179,9 +165,9 @@ def test_pods_with_and_without_keys_share_a_redis(server, open_tier, redis):
             assert (tier.stats.invalid, tier.stats.failures, tier.health.is_open) == ({}, 0, False)
 
 
-def test_plain_values_under_an_encrypted_name_are_refused(server, open_tier, redis):
+def test_plain_values_under_an_encrypted_name_are_refused(empty_redis, open_tier, redis):
     """An attacker who may write to Redis renames rows of the other format."""
-    encrypted, plain = open_tier(cipher("remote", 1)), tier_of(server.unix_url)
+    encrypted, plain = open_tier(cipher("remote", 1)), tier_of(empty_redis.unix_url)
     with contextlib.closing(plain):
         assert store(plain, pattern(3000))
         redis.rename(row_name(KEY), NAME)

@@ -10,7 +10,6 @@ from lmcache_store.tiers.probing import num_leading
 from lmcache_store.tiers.remote.objects import MAX_PIECE_BYTES
 from lmcache_store.tiers.remote.tier import RemoteTier
 from testing.child_process import wait_until
-from testing.processes import RedisProcess
 from tests.harness.tiers.remote_objects import KEY, load, pattern, row_name, tier_of
 
 pytestmark = pytest.mark.redis
@@ -19,21 +18,9 @@ NAME = row_name(KEY)
 SEVERAL_PIECES = 4 * MAX_PIECE_BYTES + 5
 
 
-@pytest.fixture(scope="module")
-def shared_server():
-    with RedisProcess() as server:
-        yield server
-
-
-@pytest.fixture
-def server(shared_server):
-    shared_server.client.flushall()
-    return shared_server
-
-
 @pytest.fixture(params=["unix", "tcp"])
-def remote(request, server):
-    url = server.unix_url if request.param == "unix" else server.url
+def remote(request, empty_redis):
+    url = empty_redis.unix_url if request.param == "unix" else empty_redis.url
     tier = tier_of(url)
     yield tier
     tier.close()
@@ -44,26 +31,26 @@ class TestObjects:
         "size",
         [0, 1, 4096, MAX_PIECE_BYTES, MAX_PIECE_BYTES + 1, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES + 4096],
     )
-    def test_stored_object_is_read_back(self, remote, server, size):
+    def test_stored_object_is_read_back(self, remote, empty_redis, size):
         payload = pattern(size)
         assert remote.store(ObjectId(KEY, 1), memoryview(payload), b"label")
         assert load(remote, 1) == payload
         assert load(remote, 0) is None
-        assert server.client.keys() == [NAME.encode()], "a row must be one key, which Redis evicts as a whole"
+        assert empty_redis.client.keys() == [NAME.encode()], "a row is one key, which Redis evicts as a whole"
         assert remote.stats.hits == remote.stats.stored == remote.stats.misses == 1
         assert not remote.stats.invalid
 
-    def test_storing_a_present_object_only_marks_it_as_used(self, remote, server):
+    def test_storing_a_present_object_only_marks_it_as_used(self, remote, empty_redis):
         remote.store(ObjectId(KEY, 0), memoryview(pattern(SEVERAL_PIECES)))
-        wait_until(lambda: server.client.object("idletime", NAME) >= 1)
-        num_calls_before = server.client.info("commandstats")["cmdstat_hset"]["calls"]
+        wait_until(lambda: empty_redis.client.object("idletime", NAME) >= 1)
+        num_calls_before = empty_redis.client.info("commandstats")["cmdstat_hset"]["calls"]
         assert remote.store(ObjectId(KEY, 0), memoryview(pattern(SEVERAL_PIECES)))
         assert (remote.stats.stored, remote.stats.touched) == (1, 1)
-        assert server.client.info("commandstats")["cmdstat_hset"]["calls"] == num_calls_before
-        assert server.client.object("idletime", NAME) == 0
+        assert empty_redis.client.info("commandstats")["cmdstat_hset"]["calls"] == num_calls_before
+        assert empty_redis.client.object("idletime", NAME) == 0
 
-    def test_marker_is_written_with_the_last_piece(self, remote, server):
-        with server.client.monitor() as monitor:
+    def test_marker_is_written_with_the_last_piece(self, remote, empty_redis):
+        with empty_redis.client.monitor() as monitor:
             remote.store(ObjectId(KEY, 7), memoryview(b"x" * (2 * MAX_PIECE_BYTES + 1)))
             commands = []
             while len(commands) < 3:
@@ -74,9 +61,9 @@ class TestObjects:
 
     @pytest.mark.parametrize("num_columns", [1, 3])
     @pytest.mark.parametrize("num_present", [0, 1, 15, 16, 17, 47, 48, 100])
-    def test_probe_counts_leading_rows(self, remote, server, num_columns, num_present):
+    def test_probe_counts_leading_rows(self, remote, empty_redis, num_columns, num_present):
         keys = [number.to_bytes(64, "big") for number in range(100)]
-        pipeline = server.client.pipeline()
+        pipeline = empty_redis.client.pipeline()
         for key in [*keys[:num_present], *keys[num_present + 1 :]]:
             for column in range(num_columns):
                 pipeline.hset(row_name(key), str(column), b"")
@@ -86,13 +73,13 @@ class TestObjects:
             server.client.hdel(row_name(keys[num_present - 1]), str(num_columns - 1))
             assert num_leading(remote.find_each, keys, num_columns) == num_present - 1
 
-    def test_touch_marks_rows_as_used_and_returns_absent_ones(self, remote, server):
+    def test_touch_marks_rows_as_used_and_returns_absent_ones(self, remote, empty_redis):
         for column in range(2):
             remote.store(ObjectId(KEY, column), memoryview(pattern(SEVERAL_PIECES)))
-        wait_until(lambda: server.client.object("idletime", NAME) >= 1)
+        wait_until(lambda: empty_redis.client.object("idletime", NAME) >= 1)
         assert remote.touch([KEY[::-1], KEY], 2) == {KEY[::-1]}
-        assert server.client.object("idletime", NAME) == 0
-        server.client.hdel(NAME, "1")
+        assert empty_redis.client.object("idletime", NAME) == 0
+        empty_redis.client.hdel(NAME, "1")
         assert remote.touch([KEY], 2) == {KEY}
         assert remote.touch([], 2) == set()
 
@@ -112,10 +99,10 @@ class TestObjects:
         assert remote.store(ObjectId(KEY, 0), memoryview(pattern(expected)))
         assert remote.load(ObjectId(KEY, 0), into, expected).length == expected
 
-    def test_prefixes_separate_tiers(self, remote, server):
-        prefixed = tier_of(f"{server.url}?prefix=team-a")
+    def test_prefixes_separate_tiers(self, remote, empty_redis):
+        prefixed = tier_of(f"{empty_redis.url}?prefix=team-a")
         prefixed.store(ObjectId(KEY, 0), memoryview(b"theirs"))
-        assert server.client.keys() == [NAME.replace("lmc1", "team-a").encode()]
+        assert empty_redis.client.keys() == [NAME.replace("lmc1", "team-a").encode()]
         assert load(remote) is None
         assert remote.store(ObjectId(KEY, 0), memoryview(b"ours"))
         assert load(prefixed) == b"theirs"
@@ -140,8 +127,8 @@ class TestDistrust:
         assert load(remote) == payload
 
     @pytest.fixture(autouse=True)
-    def store_object(self, remote, server):
-        self.client = server.client
+    def store_object(self, remote, empty_redis):
+        self.client = empty_redis.client
         remote.store(ObjectId(KEY, 0), memoryview(pattern(SEVERAL_PIECES)))
         remote.stats.stored = 0
         with self.client:

@@ -21,14 +21,8 @@ NUM_CHUNKS = 4
 
 
 @pytest.fixture(scope="module")
-def redis():
-    with RedisProcess() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def sidecar(redis):
-    with SidecarProcess(remote_url=redis.unix_url, remote_timeout_seconds=60) as sidecar:
+def sidecar(shared_redis):
+    with SidecarProcess(remote_url=shared_redis.unix_url, remote_timeout_seconds=60) as sidecar:
         yield sidecar
 
 
@@ -60,12 +54,12 @@ def assert_hit(engine, prompt, computed, num_loaded=NUM_CHUNKS * CHUNK):
 
 
 @pytest.mark.parametrize("damage", ["flipped", "foreign"])
-def test_damaged_value_is_computed_again(engine, sidecar, redis, damage):
+def test_damaged_value_is_computed_again(engine, sidecar, shared_redis, damage):
     prompt = make_prompt(damage)
-    known_names = set(redis.client.keys())
+    known_names = set(shared_redis.client.keys())
     computed = compute(engine, sidecar, prompt)
-    for name in set(redis.client.keys()) - known_names:
-        damage_row(redis.client, name, damage)
+    for name in set(shared_redis.client.keys()) - known_names:
+        damage_row(shared_redis.client, name, damage)
     restart_with_empty_arena(engine, sidecar)
     assert_hit(engine, prompt, computed, num_loaded=0)
     # The probe already detects a value of another type, and does not report the row as found.
