@@ -20,8 +20,6 @@ pytestmark = [pytest.mark.sglang, pytest.mark.redis]
 
 NUM_TOKENS = 1030
 HIT = full_pages(NUM_TOKENS)
-LENGTHS = 65, 128, 129, 600, 640, 1000, 2000
-"""Lengths of prompts that run at once: a page and a token, and numbers of pages with and without a rest."""
 
 
 @pytest.fixture(params=["sglang_engine", "sglang_buffered"])
@@ -67,19 +65,6 @@ def test_requests_with_another_salt_or_key_share_nothing(sglang_engine, sglang):
         answer = generate(sglang_engine, prompt, **fields)
         assert answer.cached["storage"] == HIT
         sglang.expected.check(prompt, answer)
-
-
-def test_prompts_that_run_at_once_are_loaded_by_another_engine(sglang_engine, sglang_buffered, sglang):
-    prompts = [new_prompt(length) for length in LENGTHS]
-    sglang_engine.flush_cache()  # SGLang stores no pages for which its host cache has no room at the moment
-    store(sglang_engine, *prompts)
-    answers = generate_all(sglang_buffered, prompts)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.cached["storage"] in (full_pages(len(prompt)), 0)
-        sglang.expected.check(prompt, answer)
-    # SGLang does not ask the storage for a prompt while its host memory is nearly full.
-    num_hits = sum(answer.cached["storage"] for answer in answers)
-    assert num_hits >= 0.95 * sum(map(full_pages, LENGTHS))
 
 
 def test_the_next_turn_loads_prompt_and_answer_of_the_turn_before(sglang_engine, sglang_buffered, sglang):

@@ -119,18 +119,6 @@ def test_an_engine_does_not_use_its_own_kv_of_older_weights(
     assert_computes(engine, prompt, expected_old)
 
 
-def test_the_cache_is_closed_until_sglang_empties_its_own_caches(
-    prompt, engine, sglang, new_model, expected_new
-):
-    engine.update_weights_from_disk(new_model, flush_cache=False)
-    num_rows = sglang.sidecar.stats()["memory"]["used_rows"]
-    assert generate(engine, prompt).num_cached_tokens == 0
-    engine.flush_cache()  # waits until nothing is stored any more
-    assert sglang.sidecar.stats()["memory"]["used_rows"] == num_rows
-    assert_computes(engine, prompt, expected_new)
-    assert_loads(engine, prompt, expected_new)
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [

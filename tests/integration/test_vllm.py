@@ -105,25 +105,6 @@ def test_grammar_changes_the_answer_and_not_the_keys(engine):
         assert_hit(engine.generate(turn)[0], previous, 768, cold(engine, turn)[0])
 
 
-def test_requests_share_a_prefix(engine):
-    prefix = make_prompt(1024)
-    first, second = prefix + make_prompt(100, 1), prefix + make_prompt(300, 2)
-    (stored,) = engine.generate(first)
-    (reference,) = cold(engine, second)
-    engine.scrub_kv()
-    assert_hit(engine.generate(second)[0], stored, 1024, reference)
-
-
-def test_same_prompt_twice_concurrently_hits(engine):
-    prompt = make_prompt(900)
-    (stored,) = engine.generate(prompt)
-    engine.scrub_kv()
-    for hit in engine.generate(prompt, prompt):
-        # The second request may also find blocks in the engine that the first one computed after its load.
-        assert hit.num_cached_tokens in (768, 896)
-        assert_hit(hit._replace(num_cached_tokens=768), stored, 768)
-
-
 def test_load_continues_a_local_hit_inside_a_chunk(engine):
     prompt = make_prompt(1200)
     (reference,) = engine.generate(prompt)
@@ -131,15 +112,6 @@ def test_load_continues_a_local_hit_inside_a_chunk(engine):
     # The short prompt stores no chunk. It leaves 5 blocks in the engine, which end inside a chunk.
     assert engine.generate(prompt[:165])[0].num_cached_tokens == 0
     assert_hit(engine.generate(prompt)[0], reference, 1024, first_block=5)
-
-
-def test_answer_is_a_hit_in_the_next_turn(engine):
-    prompt = make_prompt(400)
-    (turn,) = engine.generate(prompt, max_tokens=150)
-    following = prompt + turn.tokens + make_prompt(50, 1)
-    (reference,) = cold(engine, following)
-    engine.scrub_kv()
-    assert_hit(engine.generate(following)[0], turn, 512, reference)
 
 
 def test_prompt_logprobs_are_computed_and_not_loaded(engine):

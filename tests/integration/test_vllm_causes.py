@@ -32,13 +32,6 @@ def causes_of(sidecar, engine, *prompts) -> dict[str, int]:
     return dict(Counter(after["cause_tokens"]) - Counter(before["cause_tokens"]))
 
 
-def test_first_prompt_is_new_and_the_second_a_hit(world):
-    prompt = make_tokens(4 * CHUNK + 7)
-    with world.engines(SETTINGS) as (engine,):
-        assert causes_of(world.sidecar, engine, prompt) == {"new": 4 * CHUNK, "tail": 7}
-        assert causes_of(world.sidecar, engine, prompt) == {"memory": 4 * CHUNK, "tail": 7}
-
-
 def test_prompts_larger_than_the_cache_are_evicted():
     prompts = [make_tokens(8 * CHUNK + 1) for _ in range(60)]
     with only_engine(SETTINGS, memory_size="4Mi") as (sidecar, engine):

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.gpu.engine.hits import Hits, Reference
 from benchmarks.gpu.engine.sizes import choose
-from benchmarks.gpu.engine.world import NoTimeError, World
+from benchmarks.gpu.engine.world import World
 from benchmarks.gpu.results import Results, problems, read
 from benchmarks.gpu.scale import TINY, Scale
 from testing import cuda
@@ -145,24 +145,6 @@ def test_model_is_the_largest_that_gpu_and_host_can_hold(gpu_gib, shared_gib, la
     in_decoding = (sizes.rounds * sizes.stored_prompts + sizes.restarts + 1) * sizes.prompts[0]
     assert (sum(sizes.prompts) + in_decoding) * sizes.shape.token_bytes < sizes.memory_bytes
     assert (sum(sizes.prompts) + 2 * sizes.prompts[0]) * sizes.shape.token_bytes < sizes.other_memory_bytes
-
-
-def test_engine_is_not_started_without_time(tmp_path):
-    world = World(Results(tmp_path, "vllm", seconds=10), TINY, choose(TINY, 0, 0))
-    with pytest.raises(NoTimeError, match="were left for engine B"), world.engine("B", None):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("pinned", "has_bars"), [({"engine": 10, "reader": 8}, False), ({"engine": 9, "reader": 9}, True)]
-)
-def test_engine_with_too_little_pinned_memory_has_no_bars(tmp_path, pinned, has_bars):
-    world = World(Results(tmp_path, "vllm"), TINY, choose(TINY, 0, 0))
-    transfer = {"mode": "CudaIPC", "reason": "", "pinned_bytes": pinned, "pin_problem": ""}
-    stats = {"transfer": transfer, "memory": {"capacity_bytes": 10}}
-    world._report_transfer("A", stats, "CudaIPC", ("engine", "reader"))
-    assert world.has_bars == has_bars
-    assert ("only 80% of the arena" in (tmp_path / "vllm.jsonl").read_text()) != has_bars
 
 
 GENERATED = Generated([1], [0.0], 0.1, 0.1, 32, 32, "length", None, [["a", "b", "of the answer"]])

@@ -34,17 +34,6 @@ SHAPES = [
 some_shapes = pytest.mark.parametrize("settings", third(SHAPES))
 
 
-@pytest.mark.parametrize("settings", SHAPES)
-def test_loaded_kv_equals_computed_kv(world, settings):
-    prompt = make_tokens(5 * CHUNK + 10)
-    with world.engines(settings) as (engine,):
-        for num_cached in (0, 5 * CHUNK):
-            name = engine.add(prompt, max_tokens=20)
-            assert_idle(engine)
-            assert engine.results[name].num_cached_tokens == num_cached
-            assert engine.results[name].tokens == answer(prompt, 20)
-
-
 @some_shapes
 def test_chunk_completed_by_the_last_step_is_stored_before_its_blocks_are_freed(world, settings):
     """Accepted drafts can complete a chunk in the last step: its store begins after the request has ended."""

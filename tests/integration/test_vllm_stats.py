@@ -1,6 +1,5 @@
 """The connector's figures in vLLM's metrics of KV connectors, alone and inside MultiConnector."""
 
-import pickle
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,29 +11,13 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
 
 from lmcache_client.vllm.connector import LMCacheClusterConnector
-from lmcache_client.vllm.stats import FIGURES, LMCacheStats
+from lmcache_client.vllm.stats import LMCacheStats
 from testing.engine.process import connector_config
 
 pytestmark = pytest.mark.vllm
 
 FIRST = {"loads": 1, "failed_loads": 0, "loaded_blocks": 8, "load_seconds": 0.25}
 SECOND = {"loads": 1, "failed_loads": 1, "loaded_blocks": 0, "load_seconds": 0.5, "stores": 2}
-
-
-def test_figures_of_ranks_and_steps_are_added() -> None:
-    stats = LMCacheStats(dict(FIRST)).aggregate(pickle.loads(pickle.dumps(LMCacheStats(dict(SECOND)))))
-    assert stats.data == {
-        "loads": 2,
-        "failed_loads": 1,
-        "loaded_blocks": 8,
-        "load_seconds": 0.75,
-        "stores": 2,
-    }
-    assert stats.reduce()["lmcache_load_seconds"] == 0.75
-    assert stats.reduce().keys() == {f"lmcache_{name}" for name in FIGURES}
-    assert not stats.is_empty()
-    stats.reset()
-    assert stats.is_empty()
 
 
 def multi_connector_stats() -> Any:
