@@ -5,7 +5,6 @@ import logging
 
 import pytest
 
-from testing.child_process import wait_until
 from tests.harness.client import blocking
 from tests.harness.client.blocking import (
     PATIENT,
@@ -31,19 +30,8 @@ def test_pages_load_as_they_were_stored(engine):
     assert engine.run(1, 2, 3, 4, 5, 6) == 5
     assert engine.run(4, 5) == 2
     assert engine.store(1, 2, 3), "pages that are cached already"
+    assert (engine.look_up(), engine.load(), engine.access.store(0, [], [])) == (0, 0, False)
     wait_released(engine.sidecar)
-
-
-def test_only_leading_pages_are_found_and_loaded(engine):
-    engine.store(1, 2)
-    engine.store(4)
-    assert engine.look_up(1, 2, 3, 4) == 2
-    assert engine.load(1, 2, 3, 4) == 2
-    assert engine.look_up(3, 4) == 0
-    assert engine.load(3, 4) == 0
-    assert engine.look_up() == 0
-    assert engine.load() == 0
-    assert not engine.access.store(0, [], [])
 
 
 def test_several_threads_share_a_load(sidecar):
@@ -90,29 +78,6 @@ class TestLeases:
         engine.settle()
         wait_released(engine.sidecar)
         assert not len(engine.access._requests)
-
-    def test_lookups_of_the_same_pages_are_loaded_in_their_order(self, sidecar):
-        with PageEngine(sidecar) as engine:
-            engine.store(1, 2, 3, 4)
-            assert engine.look_up(1, 2) == 2
-            assert engine.look_up(1, 2, 3, 4) == 4
-            assert engine.load(1, 2) == 2
-            engine.settle()
-            wait_leased(sidecar, 4)
-            engine.evict()
-            assert engine.load(1, 2) == 2
-            engine.settle()
-            wait_leased(sidecar, 4)
-            assert engine.load(3, 4) == 2
-            wait_released(sidecar)
-
-    def test_lookup_without_a_load_ends_after_the_limit_while_others_go_on(self, sidecar):
-        with PageEngine(sidecar, dataclasses.replace(PATIENT, lease_seconds=0.05)) as engine:
-            engine.store(1, 2, 3)
-            assert engine.look_up(1, 2, 3) == 3
-            wait_until(lambda: engine.look_up(9) or not sidecar.stats()["memory"]["leased_rows"])
-            assert engine.load(1, 2, 3) == 3, "rows that are still in memory"
-            wait_released(sidecar)
 
     def test_load_that_outlives_the_lease_leaves_no_lease(self, sidecar):
         """The lease expires during the load, which then looks the rest of the pages up."""

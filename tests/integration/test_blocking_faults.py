@@ -87,15 +87,6 @@ class TestKilledSidecar:
             assert engine.run(1, 2, 3) == 3
             wait_released(sidecar)
 
-    def test_lookup_that_waits_ends_with_the_sidecar(self, sidecar, usual_calls):
-        with PageEngine(sidecar) as engine:
-            engine.store(1)
-            sidecar.freeze()
-            lookup = Started(lambda: engine.look_up(1))
-            sidecar.kill()
-            assert lookup.result() in (0, 1), "the index of the killed sidecar may still show the page"
-            assert engine.load(1) in (0, 1)
-
 
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
 def test_close_ends_in_time_without_the_sidecar(sidecar, usual_calls, fault):

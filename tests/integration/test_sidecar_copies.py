@@ -14,7 +14,7 @@ from testing.child_process import SOURCES, wait_until
 from testing.cuda import GPU, MIG_SLICE, OTHER_GPU, Node, node
 from testing.processes import SidecarProcess
 from tests.harness.client import gpu_engine
-from tests.harness.client.gpu_engine import GpuEngine, in_namespace, make_sidecar, new_engine
+from tests.harness.client.gpu_engine import GpuEngine, make_sidecar, new_engine
 
 ROW = [5, 0, 23, 7]
 OTHER_ROW = [1, 2, 3, 4]
@@ -279,25 +279,6 @@ def test_each_gpu_and_mig_slice_has_its_own_reader():
 
 
 # ---- process ids and handles ----
-
-
-def test_reader_with_the_process_id_of_an_engine_is_replaced(gpus):
-    """Containers have PID namespaces of their own, so equal ids are likely."""
-    with make_sidecar(gpus) as sidecar:
-        sidecar.kill()
-        sidecar.prefix = in_namespace([], 100)
-        sidecar.start()
-        with GpuEngine(sidecar, gpus, pid=50, engine=new_engine()) as first:
-            first.wait_until_copied_by(sidecar=True)
-            reader = gpus.processes("reader")[0]["pid"]
-            with GpuEngine(sidecar, gpus, pid=reader, engine=new_engine(), seed=2) as second:
-                assert second.pid == reader
-                for key, engine in enumerate((second, first)):
-                    engine.store_by_sidecar([key], [ROW])
-                    assert engine.ask("is_stored", key, ROW)
-                (new_reader,) = gpus.processes("reader")
-                assert new_reader["pid"] != reader
-                assert sidecar.stats()["transfer"]["failed_readers"] == 0
 
 
 def test_handle_equal_to_that_of_a_dead_engine_is_opened_again(gpus, sidecar):

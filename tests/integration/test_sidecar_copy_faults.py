@@ -101,23 +101,6 @@ def test_broken_context_affects_only_one_engine(gpus):
         assert "CUDA_ERROR_ILLEGAL_ADDRESS" in broken.wait_until_copied_by(sidecar=False)
 
 
-def test_memory_of_an_engine_killed_during_a_copy_is_closed(gpus):
-    """The memory is closed within the time limit of a drain: a restarted engine needs it."""
-    with (
-        make_sidecar(gpus, None, f"{PATIENT},reader_close_seconds=0.5") as sidecar,
-        GpuEngine(sidecar, gpus, engine=new_engine()) as survivor,
-    ):
-        survivor.wait_until_copied_by(sidecar=True)
-        with GpuEngine(sidecar, gpus, engine=new_engine(), seed=2) as engine:
-            start_stalled_store(gpus, sidecar, engine)
-        wait_for_copies(sidecar, 0)
-        gpus.order("")
-        survivor.store_by_sidecar([2], [ROW])
-        assert gpus.count("mappings", "reader") == 2
-        sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0)
-        assert sidecar.stats()["memory"]["used_rows"] == 1
-
-
 def test_memory_is_not_closed_during_a_copy(gpus):
     """Closing the memory would break the context, and with it the copies of all engines on the GPU."""
     with make_sidecar(gpus) as sidecar, GpuEngine(sidecar, gpus, engine=new_engine()) as survivor:

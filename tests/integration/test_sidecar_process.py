@@ -297,9 +297,6 @@ def test_sigterm_ends_a_sidecar_with_a_hanging_part(tmp_path, part, status):
 
 SLOW_EXIT = """
 import runpy, sys, time
-from testing.deadlines import CALLS
-
-DEADLINES = CALLS
 
 class Slow:
     def __del__(self, sleep=time.sleep):  # other threads cannot run any more

@@ -41,17 +41,6 @@ def test_times_are_remembered_with_the_request(sidecar, scheduler):
     assert expected in shown.splitlines()
 
 
-def test_causes_of_a_load_count_with_its_times(sidecar, scheduler):
-    report_loaded(scheduler, "cmpl-1", 1, 2, 3, num_loaded=3)
-    assert sidecar.stats()["causes"]["prompt_tokens"] == 0
-    scheduler.release([], times=[TIMES._replace(num_failed_tokens=512)])
-    stats = sidecar.stats()
-    assert stats["causes"]["cause_tokens"] == {"memory": 256, "load_failed": 512, "tail": 5}
-    assert stats["benefit"]["saved_prefill_seconds"] == {"memory": 0.25}
-    assert json.loads(explain(sidecar, "--output", "json")[1])["benefit"]["loaded_tokens"] == {"memory": 256}
-    assert 'lmcache_saved_prefill_seconds_total{tier="memory"} 0.25' in sidecar.get("/metrics")
-
-
 def test_tokens_of_a_killed_engine_are_counted(sidecar, connect):
     client = connect(Role.SCHEDULER)
     report_loaded(attached(client), "cmpl-1", 1, 2, 3, num_loaded=3)

@@ -1,32 +1,12 @@
 """``lmcache-sidecar top`` with a real sidecar and its traffic."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from testing.child_process import free_port, wait_until
 from tests.harness.commands.sidecar_command import run_command
 from tests.harness.commands.traffic import traffic
-
-TOP = [sys.executable, "-m", "lmcache_sidecar", "top"]
-
-
-def test_prints_one_table(sidecar):
-    def table() -> list[str] | None:
-        """The lines; None if the busy sidecar did not answer in time, or got no request meanwhile."""
-        ended = subprocess.run([*TOP, "--url", sidecar.url], capture_output=True, text=True, timeout=60)
-        assert (ended.returncode, ended.stderr) in ((0, ""), (1, ""))
-        assert "\x1b" not in ended.stdout
-        return ended.stdout.splitlines() if "50 %" in ended.stdout else None
-
-    with traffic(sidecar):
-        lines = wait_until(table)
-    assert lines[0].startswith("1 of 1 pods counted, ")
-    (memory,) = [line.split() for line in lines if line.startswith("memory tier ")]
-    assert memory[3:5] == ["50", "%"]
-    assert lines[-1].endswith("ok")
 
 
 def test_rates_are_those_of_the_counters(sidecar):
