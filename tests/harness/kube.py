@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
 
@@ -37,6 +37,7 @@ __all__ = [
     "NAME",
     "SERVICE_ACCOUNT",
     "Operator",
+    "create_account",
     "example",
     "helm_error",
     "install",
@@ -85,6 +86,19 @@ def new_namespace(plane: Cluster, name: str, **labels: str) -> Iterator[str]:
     except ApiError as error:  # the test has deleted the namespace itself
         if error.code != HTTPStatus.NOT_FOUND:
             raise
+
+
+def create_account(plane: Cluster, namespace: str, name: str, rules: Sequence[Object]) -> None:
+    """Create a ServiceAccount that has these rights in its namespace, and no others."""
+    rbac = "rbac.authorization.k8s.io"
+    metadata = {"metadata": {"name": name}}
+    binding = {
+        "roleRef": {"apiGroup": rbac, "kind": "Role", "name": name},
+        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
+    }
+    plane.api.create("v1/serviceaccounts", metadata, namespace)
+    plane.api.create(f"{rbac}/v1/roles", metadata | {"rules": rules}, namespace)
+    plane.api.create(f"{rbac}/v1/rolebindings", metadata | binding, namespace)
 
 
 def example(**spec: object) -> Object:

@@ -15,7 +15,7 @@ from lmcache_operator.specs import names
 from testing.kube.api import Api, ApiError, Object
 from testing.kube.cluster import Cluster
 from testing.kube.operator import RELEASE, SYSTEM_NAMESPACE
-from tests.harness.kube import CHART, CLUSTERS, new_namespace
+from tests.harness.kube import CHART, CLUSTERS, create_account, new_namespace
 from tests.harness.operator import hostile_specs
 from tests.harness.operator import model as operator_model
 from tests.harness.operator.hostile_specs import (
@@ -31,8 +31,6 @@ pytestmark = pytest.mark.kube
 
 POLICY = f"{RELEASE}-lmcache-operator-clusters"
 POLICIES = "admissionregistration.k8s.io/v1/validatingadmissionpolicies"
-ROLES = "rbac.authorization.k8s.io/v1/roles"
-BINDINGS = "rbac.authorization.k8s.io/v1/rolebindings"
 DENIED = "ValidatingAdmissionPolicy"
 CLUSTER_RULE = {"apiGroups": ["lmcache.io"], "resources": ["lmcacheclusters"], "verbs": ["create", "patch"]}
 RULES = {
@@ -49,12 +47,7 @@ def namespace_of_authors(plane: Cluster) -> Iterator[str]:
     """A namespace with three authors. It admits only restricted pods."""
     with new_namespace(plane, "authors", **{"pod-security.kubernetes.io/enforce": "restricted"}) as namespace:
         for name, rules in RULES.items():
-            metadata = {"metadata": {"name": name}}
-            plane.api.create("v1/serviceaccounts", metadata, namespace)
-            plane.api.create(ROLES, metadata | {"rules": rules}, namespace)
-            reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
-            subjects = [{"kind": "ServiceAccount", "name": name, "namespace": namespace}]
-            plane.api.create(BINDINGS, metadata | {"roleRef": reference, "subjects": subjects}, namespace)
+            create_account(plane, namespace, name, rules)
         yield namespace
 
 

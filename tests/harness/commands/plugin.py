@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lmcache_cli.__main__ import main
 from testing.child_process import SOURCES, reachable_address, run_in_process
 from testing.kube.cluster import Cluster
+from tests.harness.kube import create_account
 
 READ = {"apiGroups": ["lmcache.io"], "resources": ["lmcacheclusters"], "verbs": ["get", "list"]}
 LIST_PODS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
@@ -80,13 +81,7 @@ def create_pod(
     return patched
 
 
-def kubeconfig_with(plane: Cluster, namespace: str, name: str, rules: Iterable[dict[str, Any]]) -> Path:
+def kubeconfig_with(plane: Cluster, namespace: str, name: str, rules: Sequence[dict[str, Any]]) -> Path:
     """Return a kubeconfig of a new ServiceAccount that has these rights in the namespace, and no others."""
-    rbac = "rbac.authorization.k8s.io/v1"
-    metadata = {"metadata": {"name": name}}
-    subject = {"kind": "ServiceAccount", "name": name, "namespace": namespace}
-    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
-    plane.api.create("v1/serviceaccounts", metadata, namespace)
-    plane.api.create(f"{rbac}/roles", metadata | {"rules": list(rules)}, namespace)
-    plane.api.create(f"{rbac}/rolebindings", metadata | {"roleRef": role, "subjects": [subject]}, namespace)
+    create_account(plane, namespace, name, rules)
     return plane.kubeconfig(f"{namespace}:{name}", token=plane.service_account_token(namespace, name))
