@@ -80,6 +80,10 @@ def test_explain_adds_up_the_causes_and_finds_a_request(lmcache):
     assert shown.startswith(f"Pod {NAME}-engine-1.\nRequest cmpl-1: 517 tokens.")
 
 
+def test_top_counts_all_pods(lmcache):
+    assert succeed(lmcache("top", NAME, "--once")).startswith("2 of 2 pods counted, ")
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
