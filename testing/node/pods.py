@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
@@ -31,7 +30,6 @@ class Completion:
     tokens: list[int]
     num_cached: int
     """Prompt tokens that were cached."""
-    ttft_seconds: float
 
 
 class Pod:
@@ -181,7 +179,7 @@ def complete(
         json.dumps({**fields, **body}).encode(),
         {"Content-Type": "application/json", **headers},
     )
-    began_at, first, usage = time.monotonic(), 0.0, None
+    has_begun, usage = False, None
     tokens: list[int] = []
     with urllib.request.urlopen(request, timeout=_REQUEST_SECONDS) as answer:
         for line in answer:
@@ -189,12 +187,12 @@ def complete(
                 continue
             event = json.loads(line.removeprefix(b"data: "))
             for choice in event["choices"]:
-                if not first:
-                    first = time.monotonic()
+                if not has_begun:
+                    has_begun = True
                     on_first_token()
                 tokens += choice["token_ids"] or []
             usage = event.get("usage") or usage
     if usage is None:
         raise OSError(f"the stream ended after {len(tokens)} of {max_tokens} tokens")
     num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Completion(tokens, num_cached, first - began_at)
+    return Completion(tokens, num_cached)

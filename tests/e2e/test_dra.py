@@ -59,11 +59,11 @@ def programs(installed):
     offer_programs(installed, PROGRAMS, served=SERVED, idle=IDLE, **modules)
 
 
-def on_program(app, program, gpu, **engine):
+def on_program(app, program, gpu):
     """Let the app's engine run this version of ``vllm``, with GPUs and without Redis."""
     spec = app.spec["spec"]
     del spec["tiers"]["remote"]
-    spec["engine"] |= {"gpu": gpu, **engine}
+    spec["engine"]["gpu"] = gpu
     use_program(app, PROGRAMS, program, MODULES)
     template = spec["engine"]["podTemplate"]["spec"]
     template["containers"][0]["env"] += env(CUDASIM_ROLE="engine")

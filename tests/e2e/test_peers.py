@@ -1,17 +1,14 @@
 """Pods that read each other's memory tiers, without a remote tier. The tests depend on their order."""
 
 import base64
-import json
 import socket
 import subprocess
 from collections.abc import Iterator
 
 import pytest
 
-from testing.kube.operator import CLUSTERS
 from testing.node.app import NAMESPACE, App
 from testing.node.pods import ENGINE_PORT, SIDECAR_PORT, Completion, Pod
-from tests.harness.commands.plugin import Plugin
 from tests.harness.operator.client_pods import client_pod
 from tests.harness.operator.pods import no_restart_between, prompt
 
@@ -89,18 +86,6 @@ def test_prompt_of_one_pod_is_a_hit_in_the_other(app, cold):
     assert tokens_from_peers(first) == 0
     assert first.stats()["peer_server"]["read_columns"] > 0
     assert second.stats()["peers"]["invalid"] == {}
-
-
-def test_status_and_doctor_report_peers(app, cold, installed, tmp_path):
-    def hit_percent() -> dict[str, int]:
-        status = app.node.api.get(CLUSTERS, NAME, NAMESPACE).get("status", {})
-        return dict(status.get("hitPercent", {}))
-
-    app.node.wait(lambda: "peers" in hit_percent(), 120)
-    kubectl = Plugin(installed, tmp_path, NAMESPACE)
-    examined = kubectl("doctor", NAME, "-o", "json")
-    checks = {check["check"]: check for check in json.loads(examined.stdout)["checks"]}
-    assert (checks["peersReachable"]["level"], examined.returncode) == ("ok", 0)
 
 
 def test_only_engine_pods_of_the_cluster_reach_the_port(app, cold, references):

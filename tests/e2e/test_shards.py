@@ -3,7 +3,6 @@
 import base64
 import itertools
 import random
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 
 from testing.certificates import make_certificates
 from testing.kube.api import Object
-from testing.kube.operator import CLUSTERS
 from testing.node.app import NAMESPACE, App
 from testing.node.pods import Pod, is_ready
 
@@ -37,11 +35,6 @@ def app(make_app, references) -> Iterator[App]:
 def servers(app: App) -> list[Pod]:
     selector = f"lmcache.io/cluster={app.name},lmcache.io/component=remote"
     return [Pod(app.node, obj) for obj in app.node.api.objects("v1/pods", NAMESPACE, selector)]
-
-
-def remote_status(app: App) -> Object:
-    status: Object = app.node.api.get(CLUSTERS, app.name, NAMESPACE).get("status", {}).get("remote", {})
-    return status
 
 
 def test_computed_rows_are_written_to_the_servers(app):
@@ -128,50 +121,6 @@ def test_password_and_certificate_are_rotated_without_a_restart(app, tmp_path):
     assert pod.stats()["remote"]["failures"] == failures
     assert pod.stats()["remote"]["is_reachable"]
     assert [server.container("remote")["restartCount"] for server in servers(app)] == [0, 0, 0]
-
-
-def test_hanging_server_is_reported_and_restarted(app):
-    pod, name = app.ready_pod(), f"{app.name}-remote-1"
-
-    def server() -> Pod:
-        return next(server_pod for server_pod in servers(app) if server_pod.name == name)
-
-    def compute() -> None:
-        """Run a new prompt, whose rows the remote tier must store."""
-        assert len(pod.complete(next(_NEW)).tokens) == 8
-
-    before, answer = server(), pod.complete(PROMPT)
-    with before.stopped("remote"):
-        condition = app.wait_condition("RemoteTierAvailable", "False", 300)
-        assert (condition["reason"], remote_status(app)["readyShards"]) == ("ShardsMissing", 2)
-        assert "2 of 3 shards of the remote tier are ready" in condition["message"]
-        pod.reset_engine_cache()
-        assert pod.complete(PROMPT).tokens == answer.tokens
-        compute()
-        # The liveness probe of the hanging server fails, too, so that the kubelet kills it.
-        app.node.wait(lambda: server().container("remote")["restartCount"] == 1, 300)
-    app.wait_condition("RemoteTierAvailable", timeout=300)
-    app.wait_condition("RemoteTierReachable", timeout=300)
-    assert remote_status(app)["readyShards"] == 3
-    assert server().uid == before.uid
-
-    def is_written() -> bool:
-        """Whether rows are also written to the restarted, empty server."""
-        compute()
-        app.node.wait(lambda: pod.stats()["num_unwritten_rows"] == 0, 120)
-        return num_values(server()) > 0
-
-    app.node.wait(is_written, 300)
-    assert app.ready_pod().uid == pod.uid
-    assert pod.container("sidecar")["restartCount"] == app.pod().container("sidecar")["restartCount"]
-
-
-def num_values(server: Pod) -> int:
-    """Number of values on a server, counted with the rights of the sidecars' user."""
-    flags = "--tls --cacert /etc/lmcache/remote-tls/ca.crt --user lmcache"
-    ask = f'redis-cli {flags} --pass "$(cat /etc/lmcache/remote-auth/password)" info keyspace'
-    match = re.search(r"keys=([0-9]+)", server.exec("remote", "sh", "-c", ask))
-    return int(match[1]) if match else 0
 
 
 def certificate(app: App, folder: Path) -> Object:
