@@ -10,15 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, ViewportSize, sync_playwright
 
 from tools import debian, docs
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
-DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 375, "height": 800}
+DESKTOP, PHONE = ViewportSize(width=1280, height=900), ViewportSize(width=375, height=800)
 # The theme draws diagrams into closed shadow roots, into which no test can look.
 _OPEN_SHADOW_ROOTS = """
 const attach = Element.prototype.attachShadow
@@ -106,15 +105,9 @@ def headless_browser() -> Iterator[Browser]:
 
 
 @contextmanager
-def visit(
-    browser: Browser, site: Site, viewport: dict[str, int] = DESKTOP, **options: Any
-) -> Iterator[Visit]:
-    """Open a window with nothing stored. Fails if a page asks another host, or reports an error.
-
-    Args:
-        options: Further options of Playwright's ``new_context``.
-    """
-    with browser.new_context(viewport=viewport, **options) as context:
+def visit(browser: Browser, site: Site, viewport: ViewportSize = DESKTOP) -> Iterator[Visit]:
+    """Open a window with nothing stored. Fails if a page asks another host, or reports an error."""
+    with browser.new_context(viewport=viewport) as context:
         context.add_init_script(_OPEN_SHADOW_ROOTS)
         page = context.new_page()
         opened = Visit(site, page)

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
@@ -11,7 +10,6 @@ from tests.harness.browser import PHONE, Site, headless_browser, served_site, vi
 
 pytestmark = pytest.mark.rotating("file")
 
-ROOT = Path(__file__).resolve().parents[2]
 # Relative luminance and contrast as in WCAG 2.
 _CONTRAST = """
 (() => {
@@ -117,16 +115,6 @@ def test_search_finds_the_page(browser, site):
             expect(first.locator(f"a[href$='#{anchor}']" if anchor else "a").first).to_be_attached()
         link.click()
         expect(opened.page.locator("h1")).to_contain_text("Uninstall")
-
-
-def test_clicks_lead_from_the_first_page_to_a_command_that_applies_an_example(browser, site):
-    with visit(browser, site) as opened:
-        opened.open("")
-        opened.page.get_by_role("link", name="Start on a cluster").click()
-        expect(opened.page.locator("h1")).to_contain_text("Get started on a cluster")
-        command = opened.page.locator("pre code", has_text="kubectl apply").first.inner_text()
-        (line,) = [line for line in command.splitlines() if line.startswith("kubectl apply")]
-        assert (ROOT / line.split()[-1]).is_file()
 
 
 def test_no_page_scrolls_sideways_on_a_phone(browser, site):
