@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmcache_client.rpc.session import SidecarSession
 from lmcache_store.tiers.memory.contracts import Slot
 from testing.processes import SidecarProcess
 from tests.harness.engine import CHUNK_BYTES, assert_stored, load, mapped_slots, session_of, store
@@ -20,37 +19,6 @@ def sized(tmp_path: Path) -> Iterator[ResizedSidecar]:
     options = {"memory_size": "16Mi", "memory_max_size": "64Mi", "memory_size_file": path}
     with SidecarProcess(**options) as sidecar:
         yield ResizedSidecar(sidecar, path)
-
-
-def test_rows_are_intact_after_growing_and_shrinking(sized):
-    assert "memory-size can't be read" in sized.memory["resize_problem"]
-    sized.write_size("16Mi")
-    with session_of(sized.sidecar) as session:
-        assert sized.settle(16)["max_bytes"] == 64 * MIB
-        store(session, *range(4))
-        sized.write_size("64Mi")
-        grown = sized.settle(64)
-        large = grown["capacity_rows"]
-        assert grown["usable_rows"] == large
-        first, second = range(large), range(large, 2 * large)
-        store(session, *first[4:])
-        assert not any(sized.memory["removed"].values())
-        assert_resident(session, first, large)
-        sized.write_size("16Mi")
-        small = sized.settle(16)
-        assert small["usable_rows"] == small["capacity_rows"] == small["used_rows"] < large // 3
-        assert_resident(session, first, small["used_rows"])
-        sized.write_size("64Mi")
-        sized.settle(64)
-        store(session, *second)
-        assert_resident(session, second, large)
-
-
-def assert_resident(session: SidecarSession, numbers: range, num_rows: int) -> None:
-    """Compare the bytes of all chunks that are in memory, and their number."""
-    slots = resident_slots(session, numbers)
-    assert len(slots) == num_rows
-    assert_stored([mapped_slots(session)[slot.row, :CHUNK_BYTES] for slot in slots.values()], *slots)
 
 
 def test_shrinking_waits_for_rows_in_use(sized):

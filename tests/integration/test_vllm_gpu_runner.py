@@ -86,18 +86,6 @@ def test_kv_and_answers_are_right_with_both_copiers_and_after_restarts(rows):
     assert {row[1] for row in hits} >= {"memory", "another pod's memory", "Redis"}
 
 
-def test_decoding_is_measured_with_and_without_other_work(rows):
-    measured = [(row[0], row[1].partition(" reads")[0]) for row in rows["Decoding beside the cache"]]
-    assert measured == [
-        ("A", "nothing"),
-        ("A", "prompts arrive, and are stored"),
-        ("A", "another pod"),
-        ("D", "nothing"),
-        ("D", "prompts arrive"),
-    ]
-    assert all(int(row[2]) for row in rows["Decoding beside the cache"])
-
-
 class FailingEngine:
     """An engine that starts with Triton's attention only."""
 
