@@ -70,7 +70,7 @@ class TestObjects:
         pipeline.execute()
         assert num_leading(remote.find_each, keys, num_columns) == num_present
         if num_present:
-            server.client.hdel(row_name(keys[num_present - 1]), str(num_columns - 1))
+            empty_redis.client.hdel(row_name(keys[num_present - 1]), str(num_columns - 1))
             assert num_leading(remote.find_each, keys, num_columns) == num_present - 1
 
     def test_touch_marks_rows_as_used_and_returns_absent_ones(self, remote, empty_redis):

@@ -1,7 +1,6 @@
 """The bundle for GPU machines: lists of packages, archives and the limit of its size."""
 
 import os
-import re
 import subprocess
 import sys
 import tarfile
