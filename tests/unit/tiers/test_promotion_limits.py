@@ -134,6 +134,8 @@ async def test_each_of_two_tenants_promotes_a_chunk_at_once_in_a_small_tier(num_
         world.remote.open.set()
         for number, tenant in enumerate(TENANTS):
             await until(lambda t=tenant, n=number: lookup(world, t, chain(8, 100 * n)[:1]) == 1)
+            uses = world.store.memory.stats.tenants
+            assert uses.num_bytes(tenant), "promoted rows count against the tenant's quota"
 
 
 @in_a_loop
