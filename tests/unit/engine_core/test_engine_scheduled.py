@@ -32,11 +32,14 @@ def figures(
         (3, 192, figures(3, 3, 0, computed=192)),
         (0, 128, figures(2, 2, 0, computed=128)),
         (1, 128, figures(2, 2, 0, computed=128)),  # the engine has more chunks than the cache
+        # The engine has all tokens that can be loaded of a prompt that ends with a chunk.
+        (0, 160, figures(3, 3, 0, 192, computed=160)),
+        (0, 192, figures(3, 3, 0, 192, computed=192)),
     ],
 )
 def test_scheduled_request_is_reported_with_all_chunks(rig, num_stored, computed, expected):
     rig.stored(num_stored)
-    request = rig.arrive(make_request(200))
+    request = rig.arrive(make_request(expected.num_prompt_tokens))
     assert rig.match(request, computed) == rig.match(request, computed)
     assert not reported(rig), "a lookup alone is not reported"
     rig.begin(request, computed)

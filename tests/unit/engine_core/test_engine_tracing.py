@@ -12,7 +12,7 @@ from lmcache_client.core.tracing import NO_TRACER
 from testing.child_process import SOURCES
 from testing.otlp import OtlpReceiver
 from tests.harness.client.scheduler_rig import Rig, blocks, job_ids, make_request
-from tests.harness.client.spans import PARENT_ID, SAMPLED, TRACE_ID
+from tests.harness.client.spans import PARENT_ID, SAMPLED, TRACE_ID, RecordedSpans
 
 VARIABLES = (
     *("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_SDK_DISABLED"),
@@ -84,6 +84,18 @@ def test_unknown_protocol_leaves_the_engine_without_spans_and_is_named(monkeypat
 def test_disabled_sdk_records_nothing(monkeypatch, value):
     monkeypatch.setenv("OTEL_SDK_DISABLED", value)
     assert make_tracer("http://127.0.0.1:1") is NO_TRACER
+
+
+def test_provider_of_the_process_is_used_without_an_endpoint(monkeypatch):
+    recorded = RecordedSpans()
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", recorded.provider)
+    rig = Rig(tracer=make_tracer(clock=lambda: rig.now))
+    rig.stored(3)
+    run_request(rig, make_request(264, trace_headers=SAMPLED))
+    names = [span.name for span in recorded.take()]
+    assert names == ["lmcache.lookup", "lmcache.load", "lmcache.store"]
+    rig.scheduler.go_offline()
+    recorded.close()
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
