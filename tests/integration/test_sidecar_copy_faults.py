@@ -29,6 +29,10 @@ def reader_of(gpus: Node) -> int:
     return reader["pid"]
 
 
+def open_descriptors(sidecar: SidecarProcess) -> int:
+    return len(os.listdir(f"/proc/{sidecar.pid}/fd"))
+
+
 def num_slots_under_way(sidecar: SidecarProcess) -> int:
     number: int = sidecar.stats()["transfer"]["num_slots_under_way"]
     return number
@@ -136,3 +140,22 @@ def test_reader_ends_with_its_sidecar(gpus, is_killed):
         engine.ask("attach_again")
         engine.store_by_sidecar([1], [OTHER_ROW])
         assert engine.ask("is_stored", 1, OTHER_ROW)
+
+
+def test_repeated_attaches_leak_nothing(gpus):
+    with (
+        make_sidecar(gpus) as sidecar,
+        GpuEngine(sidecar, gpus, engine=new_engine()) as remaining,
+        GpuEngine(sidecar, gpus, engine=new_engine(), seed=2) as engine,
+    ):
+        for key, gpu_engine in enumerate((remaining, engine)):
+            gpu_engine.store_by_sidecar([key], [ROW])
+        (before,), descriptors = gpus.processes("reader"), open_descriptors(sidecar)
+        for key in range(100, 120):
+            engine.ask("attach_again")
+            engine.store_by_sidecar([key], [ROW])
+        (after,) = wait_until(lambda: gpus.processes("reader"))
+        names = ("pid", "contexts", "mappings", "streams", "events", "pins", "pinned_bytes")
+        assert {name: after[name] for name in names} == {name: before[name] for name in names}
+        sidecar.wait_until(lambda stats: stats["num_clients"] == {"attached": 2, "quarantined": 0})
+        assert open_descriptors(sidecar) < descriptors + 10, "gRPC and HTTP may open some"
