@@ -4,7 +4,7 @@ import asyncio
 import gc
 import json
 from contextlib import AsyncExitStack
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -109,6 +109,7 @@ SERVICE: dict[str, Any] = {"apiVersion": "v1", "kind": "Service", "metadata": {"
         ("serves", (POD,), (200, {"resources": [{"name": "pods"}]}), True, "GET /api/v1"),
         ("serves", (POD,), (200, {"resources": [{"name": "pods/log"}]}), False, "GET /api/v1"),
         ("serves", (POD,), (404, "page not found"), False, "GET /api/v1"),
+        ("is_ending", ("n",), (200, {"metadata": {"deletionTimestamp": "t"}}), True, f"GET {CORE}"),
         ("is_ending", ("n",), (403, {}), False, "GET /api/v1/namespaces/n"),
         ("apply_status", (SERVICE,), (404, {}), None, f"PATCH {CORE}/services/a/status{FORCE}"),
         ("delete", (POD, "n", "p", "u"), (404, {}), False, f"DELETE {CORE}/pods/p"),
@@ -119,7 +120,7 @@ SERVICE: dict[str, Any] = {"apiVersion": "v1", "kind": "Service", "metadata": {"
     ],
 )  # fmt: skip
 def test_call_reads_unusual_answers(server, method, arguments, answer, expected, request_line):
-    """Tests with a control plane get the usual answers."""
+    """Tests with a control plane get the usual answers, but none ends a namespace."""
     server.answer = answer
     assert call(server, method, *arguments) == expected
     ((verb, path, content_type, _),) = server.requests
@@ -133,6 +134,22 @@ def test_apply_changes_only_the_observed_object(server: Server) -> None:
         call(server, "apply", SERVICE, uid)
         ((_, _, _, body),) = server.requests
         assert json.loads(body)["metadata"] == SERVICE["metadata"] | condition
+
+
+def test_repeated_event_increments_its_count(server: Server) -> None:
+    events, paths = [], set()
+    for day, before in enumerate(({}, {"count": 2, "firstTimestamp": "2025-12-31T00:00:00Z"})):
+        server.answer = (200, before)
+        call(server, "post_event", cluster(), "Normal", "Ready", "yes", NOW + timedelta(day))
+        (_, path, *_), (*_, body) = server.requests[-2:]
+        event = json.loads(body)
+        events.append((event["count"], event["firstTimestamp"], event["lastTimestamp"]))
+        paths.add(path)
+    assert events == [
+        (1, "2026-01-01T00:00:00Z", "2026-01-01T00:00:00Z"),
+        (3, "2025-12-31T00:00:00Z", "2026-01-02T00:00:00Z"),
+    ]
+    assert paths == {f"/api/v1/namespaces/team/events/{event['metadata']['name']}"}
 
 
 def test_delete_removes_only_the_observed_object(server: Server) -> None:

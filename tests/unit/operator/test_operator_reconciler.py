@@ -190,6 +190,31 @@ def test_contest_pauses_grow_and_slow_drift_is_no_contest() -> None:
     assert pauses == [0, 0, 0, 30, 60, 120, 240, 480, 600, 600]
 
 
+def test_nothing_is_created_in_a_terminating_namespace() -> None:
+    bench = ReconciledCluster.settled()
+    bench.world.is_namespace_ending = True
+    assert bench.reconcile() is not None  # the operator checks this only when a child is missing
+    del bench.world.objects[Ref("Service", NAME)]
+    assert bench.reconcile() is None
+    assert bench.writes == []
+
+
+def test_pod_replacement_respects_disruption_budgets() -> None:
+    bench = ReconciledCluster.settled(engine={"replicas": 2})
+    bench.world.change(engine={"args": ["--new"]})
+    bench.world.evictions_allowed = False
+    bench.reconcile()
+    bench.world.run_stateful_sets()
+    assert bench.reconcile() == 10  # no event reports a freed budget
+    assert not any(write.startswith("evict") for write in bench.writes)
+    bench.world.evictions_allowed = True
+    bench.reconcile()
+    assert "evict demo-engine-0" in bench.writes
+    bench.world.run_stateful_sets()
+    bench.settle()
+    assert all("--new" in pod["spec"]["containers"][0]["args"] for pod in bench.world.pods.values())
+
+
 def test_pods_of_another_owner_are_not_counted() -> None:
     bench = ReconciledCluster.settled()
     unowned_pod = bench.world.pods["demo-engine-0"] | {"metadata": {"name": "x", "labels": {
