@@ -231,3 +231,14 @@ def test_certificate_renewal_after_an_invalid_certificate_causes_no_miss(secure,
         assert load(remote) == pattern(5 << 20)
         assert remote.stats.failures == 0
         remote.close()
+
+
+def test_tls_of_a_shard_follows_the_list(secure, tmp_path):
+    endpoint, wrong = Endpoint("127.0.0.1", secure.port), authority(tmp_path, "second").ca
+    with contextlib.closing(tier(secure)) as remote:
+        for ca in wrong, secure.tls.folder / "ca.crt":
+            with pytest.raises(TierUnavailableError):
+                load(remote)
+            remote.set_shards(ShardList((endpoint,), secure=frozenset([endpoint]), ca=str(ca)))
+        wait_until(lambda: not remote.health.is_open)
+        assert load(remote) is None
