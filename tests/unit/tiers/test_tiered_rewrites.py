@@ -21,6 +21,16 @@ def written(world: World) -> set[bytes]:
     return {key for key, _ in world.remote.objects}
 
 
+@in_a_loop
+async def test_hit_writes_rows_that_an_earlier_process_has_not_written():
+    async with World() as killed:
+        await killed.write(chain(3))
+    async with World(arena=killed.arena) as world:  # its lower tier is empty
+        world.store.memory.release_adopted()
+        await world.until_resident(chain(3))
+        await until(lambda: written(world) == set(chain(3)))
+
+
 @run
 async def test_hits_of_all_groups_of_a_request_are_processed(world):
     """The groups are looked up separately under the same lease."""
