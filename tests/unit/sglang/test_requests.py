@@ -53,6 +53,13 @@ def test_request_is_reported_once_for_all_parts_of_its_prompt_and_if_it_is_retra
     assert prepare(request) == []
 
 
+def test_tokens_are_reported_by_their_tier(prepare):
+    assert prepare(Request(300, device=64, host=64, storage=128), Request(10)) == [
+        (300, 128, 128),
+        (10, 0, 0),
+    ]
+
+
 def test_health_checks_are_not_reported(prepare):
     """Probes ask several times a minute. In the list of recent requests, they would displace all others."""
     assert prepare(Request(1, rid="HEALTH_CHECK_8f14e45fceea"), Request(10)) == [(10, 0, 0)]

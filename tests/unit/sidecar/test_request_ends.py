@@ -92,14 +92,6 @@ def test_a_failed_load_is_a_cause_of_its_own(causes):
     assert causes.requests[-1].document()["load_seconds"] == {"memory": 0.5}
 
 
-def test_an_unknown_request_is_ignored(causes):
-    end(causes, "unknown", num_failed=7)
-    report(causes, num_loaded=1)
-    end(causes)
-    end(causes, num_failed=CHUNK)
-    assert causes.stats.cause_tokens == {"memory": CHUNK, "new": 3 * CHUNK, "tail": 5}
-
-
 def test_loads_of_a_dead_engine_count_as_hits(causes):
     report(causes, "1", num_loaded=1)
     report(causes, "2", num_loaded=1, engine=b"o" * 16)
