@@ -85,3 +85,13 @@ def test_mapping_of_unknown_size_is_closed(context, simulated):
             mappings.open(exported.handle)
         assert simulated.count("mappings") == 0
         mappings.open(exported.handle).close()
+
+
+def test_virtual_memory_has_no_handle(context, simulated):
+    handle = context.call("cuMemCreate", SIZE, context.driver.bindings.CUmemAllocationProp(), 0)
+    address = int(context.call("cuMemAddressReserve", SIZE, 0, 0, 0))
+    context.call("cuMemMap", address, SIZE, 0, handle, 0)
+    assert not ipc.is_exportable(context, address)
+    with pytest.raises(CudaError):
+        ipc.export(context, address)
+    context.call("cuMemUnmap", address, SIZE)
