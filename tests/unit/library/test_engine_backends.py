@@ -77,6 +77,14 @@ def open_engine():
         yield make
 
 
+def test_uses_local_chunks_while_the_server_is_down(connector, open_engine):
+    connector.is_down = True
+    engine = open_engine(remote_url="lm://localhost:1", remote_serde="torch")
+    tokens, kv = make_tokens(40), make_kv(40)
+    engine.store(tokens, kv)
+    assert is_same(engine.retrieve(tokens)[0], kv)
+
+
 def test_evicts_the_tail_of_an_older_prompt_first(open_engine):
     engine = open_engine(max_local_cache_size=3 * make_chunk().nbytes / 1024**3)
     tokens, kv = make_tokens(2 * CHUNK), make_kv(2 * CHUNK)
