@@ -9,9 +9,10 @@ import time
 import pytest
 
 from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.peers.server import PeerServer
 from lmcache_store.tiers.remote.address import Endpoint
 from testing.child_process import wait_until
-from tests.harness.tiers.peer_rows import key, load, reading, rows, serving
+from tests.harness.tiers.peer_rows import PREFIX, key, load, reading, rows, serving
 
 __all__ = ["rows"]
 
@@ -96,6 +97,20 @@ def test_silent_peer_delays_a_question_by_the_deadline_only(rows):
                 return are_present == [True, False] and tier.find_each([object_id]) == [True]
 
         wait_until(is_found)
+
+
+def test_peer_that_starts_again_is_used_again(rows):
+    (object_id,) = rows.add(1, b"x" * 1000)
+    with serving(rows) as (_, peer):
+        pass
+    with reading(peer, timeout_seconds=1.0) as tier:
+        assert tier.find_each([object_id]) == [False]
+        server = PeerServer(rows, PREFIX)
+        server.start("127.0.0.1", peer.port)
+        try:
+            wait_until(lambda: load(tier, object_id, 1000) == b"x" * 1000)
+        finally:
+            server.close()
 
 
 def test_list_of_peers_changes(rows):
