@@ -115,6 +115,14 @@ def test_rows_of_all_leases_are_limited(tier, monkeypatch):
     assert lookup(tier, 1, 2, request="r4").num_leased == 2
 
 
+def test_release_ends_all_lookups_of_a_lease(tier):
+    store(tier, *range(4))
+    assert [lookup(tier, *rows).num_leased for rows in ((0, 1), (2, 3))] == [2, 2]
+    assert tier.num_leased == 4
+    tier.release((ENGINE, "request"))
+    assert tier.num_leased == 0
+
+
 # ---- hits and misses: the first answer counts, once for each key of a request ----
 
 
@@ -140,6 +148,13 @@ def test_rows_stored_after_the_first_lookup_count_as_misses(tier):
     store(tier, 0, 1, 2, 3)
     lookup(tier, 0, 1, 2, 3)
     assert (tier.stats.hits, tier.stats.misses) == (0, 4)
+
+
+def test_request_counts_what_its_engine_found_when_it_scheduled_it(tier):
+    """The report may arrive after the request's own rows were stored. They still are misses."""
+    store(tier, 0, 1, 2, 3)
+    tier.lookup((ENGINE, "request"), one_chain(KEYS[:4]), num_found=1)
+    assert (tier.stats.hits, tier.stats.misses) == (1, 3)
 
 
 def test_number_of_remembered_requests_is_bounded(tier):
