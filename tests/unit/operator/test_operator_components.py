@@ -39,6 +39,11 @@ def test_operator_polls_only_pods_with_a_sidecar(rig: ReconciledCluster) -> None
     assert rig.message("SidecarAttached") == "2 of 2 engines use their sidecars."
 
 
+def test_unwanted_component_is_deleted_with_dependents_first(rig: ReconciledCluster) -> None:
+    deleted = [write for write in rig.change(**WITHOUT_SHARDS) if "delete" in write]
+    assert (deleted[0], deleted[-1]) == (f"delete {SET}", f"delete {LIST}")
+
+
 @pytest.mark.parametrize("change", ["another owner", "no label", "ending"])
 def test_objects_of_other_owners_are_never_deleted(rig: ReconciledCluster, change: str) -> None:
     metadata = rig.world.objects[LIST]["metadata"]

@@ -60,6 +60,21 @@ def test_limit_is_lowered_after_the_sidecar_released_memory() -> None:
     assert (node.operate(), condition(node.status(), "Progressing")[1]) == ([], "Complete")
 
 
+def test_limit_is_not_lowered_while_the_sidecar_may_still_grow() -> None:
+    node = Node()
+    node.declare("2Gi")
+    node.operate()
+    node.answer(POD)
+    node.operate()
+    node.sidecars[POD].sync_file()
+    node.declare("1Gi")
+    assert node.operate()[1:] == [f"annotate {POD}"]
+    assert (node.sidecars[POD].size, node.sidecars[POD].file) == (SMALL * MI, LARGE * MI)
+    assert node.operate() == []
+    node.sidecars[POD].sync_file()
+    assert node.operate() == [f"resize {POD}"]
+
+
 @pytest.mark.parametrize(
     ("verdict", "minutes", "message"),
     [
