@@ -98,6 +98,8 @@ class World:
         """Exceptions of calls, by the name of the call, or by call and kind, such as "apply Service"."""
         self.replaced: set[Ref] = set()
         """Objects that are replaced by foreign objects while they are being deleted."""
+        self.is_namespace_ending = False
+        self.evictions_allowed = True
         self.stats: dict[str, Any] = {}
         """Answers of sidecars, by the IP addresses of their pods."""
         self.num_stats_reads = 0
@@ -139,7 +141,7 @@ class World:
         return copy.deepcopy(pods)
 
     async def is_ending(self, namespace: str) -> bool:
-        return False
+        return self.is_namespace_ending
 
     async def post_event(self, about: Object, kind: str, reason: str, message: str, now: datetime) -> None:
         self.events.append((kind, reason))
@@ -218,9 +220,10 @@ class World:
 
     async def evict(self, namespace: str, pod: str, uid: str) -> bool:
         self._raise_failure("evict")
-        self.writes.append(f"evict {pod}")
-        assert self.pods.pop(pod)["metadata"]["uid"] == uid
-        return True
+        if self.evictions_allowed:
+            self.writes.append(f"evict {pod}")
+            assert self.pods.pop(pod)["metadata"]["uid"] == uid
+        return self.evictions_allowed
 
     async def resize(self, pod: Object, init_container: str, resources: Object) -> None:
         """Set a sidecar's resources. A kubelet has to grant them."""
