@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from lmcache_sidecar.peer_server.server import PeerServer
 from lmcache_store.tiers.base import ObjectId
-from lmcache_store.tiers.peers.server import PeerServer
 from lmcache_store.tiers.remote.address import Endpoint
 from testing.child_process import wait_until
 from tests.harness.tiers.peer_rows import PREFIX, key, load, reading, rows, serving

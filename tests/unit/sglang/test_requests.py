@@ -10,13 +10,13 @@ from lmcache_client.sglang import requests
 class Request:
     """A request as SGLang's batch shows it."""
 
-    def __init__(self, num_tokens, *, rid="5c6a", storage=0):
+    def __init__(self, num_tokens, *, rid="5c6a", device=0, host=0, storage=0):
         self.rid = rid
         self.origin_input_ids = list(range(num_tokens))
         self.extra_key = self.cache_salt = None
         self.extend_batch_idx = 0
         self.retracted_stain = False
-        self.cached_tokens_device = self.cached_tokens_host = 0
+        self.cached_tokens_device, self.cached_tokens_host = device, host
         self.cached_tokens_storage = storage
 
 
