@@ -312,3 +312,28 @@ def test_work_ends_before_the_next_leader_starts_and_its_error_is_raised() -> No
         assert server.holder == "None"
 
     run(body())
+
+
+@scenario(2)
+async def test_leader_recreates_a_deleted_lease(server: LeaseServer, both: list[Process]) -> None:
+    leader = await wait_for_leader(both, TAKEOVER_SECONDS)
+    for seconds in (0, 0.5, 1, 1.5, 2, 20):  # also before the other operator has read it
+        server.put(None)
+        await asyncio.sleep(seconds)
+        assert leading(both) == [leader]
+    await asyncio.sleep(60)
+    assert leading(both) == [leader]
+    assert (leader.num_starts, server.holder) == (1, leader.elector.identity)
+
+
+@scenario(2)
+async def test_lease_with_invalid_edits_is_repaired(server: LeaseServer, both: list[Process]) -> None:
+    await wait_for_leader(both, TAKEOVER_SECONDS)
+    assert server.lease is not None
+    server.put(server.lease | {"spec": {"leaseTransitions": 2**31 - 1, "leaseDurationSeconds": 9999}})
+    leader = await wait_for_leader(both, 40)
+    await asyncio.sleep(20)
+    spec = server.lease["spec"]
+    assert server.holder == leader.elector.identity
+    assert (spec["leaseDurationSeconds"], spec["leaseTransitions"]) == (15, 2**31 - 1)
+    assert spec["renewTime"] > spec["acquireTime"]

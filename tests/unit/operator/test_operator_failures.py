@@ -1,5 +1,6 @@
 """Reports of failures during a reconciliation, and the work that continues despite them."""
 
+from datetime import UTC, datetime
 from typing import Any, cast
 
 import pytest
@@ -132,3 +133,18 @@ def test_pods_of_an_invalid_spec_are_watched_and_abandoned_on_lost_nodes() -> No
     assert (bench.reconcile() or 900) < 60  # short pauses until the new pod serves
     bench.world.set_ready("demo-engine-1", True)
     assert (bench.reconcile() or 0) > 500
+
+
+@pytest.mark.parametrize("first_pod", ["terminating", "loading"])
+def test_failed_mount_is_reported_regardless_of_other_pods(first_pod: str) -> None:
+    bench = ReconciledCluster.settled(engine={"replicas": 2})
+    first, second = (bench.world.pods[f"demo-engine-{n}"] for n in range(2))
+    second["status"] = {"phase": "Pending"}
+    first["status"] = {"containerStatuses": [{"name": "engine", "state": {"running": {}}}]}
+    if first_pod == "terminating":
+        first["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    now = datetime.now(UTC).isoformat()
+    event = {"reason": "FailedMount", "message": 'secret "kv" not found', "lastTimestamp": now}
+    bench.world.warnings = [event | {"involvedObject": {"uid": second["metadata"]["uid"]}}]
+    bench.reconcile()
+    assert bench.ready() == ("False", 'pod demo-engine-1: secret "kv" not found')

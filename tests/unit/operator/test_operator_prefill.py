@@ -235,3 +235,16 @@ def test_settings_that_no_prefill_pod_can_have_are_refused(engine: dict[str, Any
     rig.change(engine=engine)
     assert rig.conditions()["Degraded"] == "True"
     assert [rig.world.objects[ref]["spec"] for ref in (CHILD, ENGINES, ROUTER)] == before
+
+
+def test_replicas_belong_to_autoscalers_unless_they_are_set() -> None:
+    assert "replicas" not in child(with_prefill())["spec"]["engine"]
+    assert child(with_prefill(replicas=0))["spec"]["engine"]["replicas"] == 0
+    rig = Rig.settled(**with_prefill())
+    rig.child["spec"]["engine"]["replicas"] = 7
+    assert f"apply {CHILD}" not in rig.settle()
+    assert rig.child["spec"]["engine"]["replicas"] == 7
+    rig.change(engine={"prefill": {"replicas": 2}})
+    rig.world.edit(CHILD, "spec", "engine", "replicas", value=7)
+    assert f"apply {CHILD}" in rig.settle()
+    assert rig.child["spec"]["engine"]["replicas"] == 2
