@@ -9,11 +9,12 @@ import pytest
 from lmcache_operator.api.documents import dump
 from lmcache_operator.api.parse import parse, written
 from lmcache_operator.components.engine.engine import Engine, spec_hash
+from lmcache_operator.components.router.router import Routing
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import STOCK_IMAGES
 from tests.harness.operator.model import cluster
 from tests.harness.operator.prefill import CHILD, CONTEXT, ROUTER, FullRig, Rig, child, with_prefill
-from tests.harness.operator.render import ENGINES
+from tests.harness.operator.render import ENGINES, child_of
 
 GOLDEN = Path(__file__).parent / "golden" / "prefill.yaml"
 FULL: dict[str, Any] = {
@@ -248,3 +249,15 @@ def test_replicas_belong_to_autoscalers_unless_they_are_set() -> None:
     rig.world.edit(CHILD, "spec", "engine", "replicas", value=7)
     assert f"apply {CHILD}" in rig.settle()
     assert rig.child["spec"]["engine"]["replicas"] == 2
+
+
+def test_router_sends_prompts_to_the_prefill_pods_and_answers_to_the_others() -> None:
+    changes = with_prefill() | {"router": {"args": ["--decode-policy=round_robin"]}}
+    (container,) = child_of("Deployment", Routing(), **changes)["spec"]["template"]["spec"]["containers"]
+    args = container["args"]
+    for option, name in (("--prefill-selector", "demo-prefill"), ("--decode-selector", "demo")):
+        place = args.index(option)
+        assert args[place + 1 : place + 3] == [f"lmcache.io/cluster={name}", "lmcache.io/component=engine"]
+    assert "--vllm-pd-disaggregation" in args
+    assert "--selector" not in args
+    assert args[-1] == "--decode-policy=round_robin"
