@@ -79,6 +79,15 @@ class TestTier:
         assert _store_columns(tier, row, payloads, b"", known, bound)
         assert tier.stats.touched == 3, "readable columns are not written again"
 
+    def test_file_stays_while_its_key_is_absent(self, path, restart):
+        tier = restart(MIB, cipher("disk", 1))
+        assert store(tier, 1)
+        tier = restart(MIB, cipher("disk", 2))
+        assert load(tier, 1) is None
+        assert not tier.health.is_open
+        tier = restart(MIB, cipher("disk", 1))
+        assert load(tier, 1) == content(1, PAGE)
+
     @pytest.mark.parametrize("reader", ["the right key", "a wrong key"])
     @pytest.mark.parametrize("damage", ["a flipped bit", "the file of another name", ""])
     def test_file_that_is_not_authentic_is_a_miss_and_is_deleted(self, path, restart, reader, damage):
