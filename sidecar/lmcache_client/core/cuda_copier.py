@@ -99,8 +99,8 @@ class CudaCopier(LoadThreads):
     def close(self) -> None:
         """See ``EngineCopier``."""
         super().close()
-        for _, pins in self._mappings:
-            pins.close()  # waits for a thread that runs its finalizer, which needs the context
+        for unpin, pins in self._mappings:
+            _close(unpin, pins)
         for stream in (self._load_stream, self._store_stream):
             stream.close()
         self._context.close()
@@ -173,6 +173,16 @@ class CudaCopier(LoadThreads):
         except CudaError as error:
             return TransferOffer(self._uuid, refusal=f"the KV can't be exported: {error}")
         return TransferOffer(self._uuid, tuple(allocations.values()), tuple(groups))
+
+
+def _close(unpin: Any, pins: Pins) -> None:
+    """Close the pins of a mapping, and wait for a thread that runs the finalizer: it needs the context.
+
+    A live finalizer could close the same pins during this call, because a garbage collection may run it in
+    this thread. It would then wait for a thread that needs the lock of this call.
+    """
+    unpin.detach()
+    pins.close()
 
 
 _NOT_EXPORTABLE = (

@@ -264,6 +264,23 @@ def test_close_waits_for_another_thread_that_unpins(layout, simulated, monkeypat
     assert simulated.count("pinned_bytes") == 0
 
 
+def test_mapping_may_be_collected_while_its_copier_closes(layout, monkeypatch):
+    """A garbage collection runs the mapping's finalizer in any thread, also in the one that closes."""
+    copier, cycle = make_copier({3: layout}), []
+    assert isinstance(copier, CudaCopier)
+    cycle.append((pages(2 * ROW_BYTES).reshape(2, ROW_BYTES), cycle))
+    copier.prepare(cycle[0][0], 2)
+    assert copier.pins.wait(60)
+    changed = copier.pins._changed
+    notify = changed.notify_all
+    monkeypatch.setattr(changed, "notify_all", lambda: (gc.collect(), notify()))
+    del cycle
+    closing = threading.Thread(target=copier.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+
+
 def test_released_rows_are_unpinned_before_release_is_reported(copier, simulated):
     old, new = (new_slots() for _ in range(2))
     pin(copier, old)
