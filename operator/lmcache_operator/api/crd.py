@@ -170,8 +170,10 @@ def _resolved(schema: dict[str, Any], definitions: Mapping[str, Any]) -> dict[st
 
 _PARTIAL = ("PodSpec", "Volume")
 """Types that users write in part. The operator adds the required fields, containers and a name."""
-_QUANTITY_PATTERN = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?$"
+_QUANTITY = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?$"
 """Source: Kubernetes, ``apimachinery/pkg/api/resource``, the grammar in the documentation of ``Quantity``."""
+_CHECKED = {"Time": {"format": "date-time"}, "Quantity": {"pattern": _QUANTITY}}
+"""Keywords without which a later refusal would not name the field."""
 _LEFT_OUT = ("ephemeralContainers", "managedFields")
 """Fields that only the API server writes. The form of ``managedFields`` is unbounded."""
 
@@ -184,10 +186,7 @@ def _structural(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> di
     if ref := schema.get("$ref"):
         name = ref.rpartition("/")[2]
         result = _structural(definitions[name], definitions)
-        if name.endswith(".Time"):
-            result["format"] = "date-time"  # else a later refusal would not name the field
-        if name.endswith(".Quantity"):
-            result["pattern"] = _QUANTITY_PATTERN  # for the same reason
+        result |= _CHECKED.get(name.rpartition(".")[2], {})
         if name.rpartition(".")[2] in _PARTIAL:
             result.pop("required", None)
         return result
