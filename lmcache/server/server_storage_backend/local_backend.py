@@ -88,10 +88,10 @@ class LMSLocalDiskBackend(LMSBackendInterface):
         row, payload = _row_key(key), memoryview(kv_chunk_bytes)
 
         with contextlib.suppress(TierUnavailableError):  # the circuit logs it
-            # The tier does not replace an object of the same name. So an object with other bytes is removed
-            # first.
+            # The tier does not replace an object of the same name. So an object with other bytes, or one that
+            # can't be read, is removed first.
             header = self._header(row)
-            if header is not None and header.checksum != checksum(payload):
+            if header is None or header.checksum != checksum(payload):
                 self._tier.remove(ObjectId(row, 0))
             self._tier.store(ObjectId(row, 0), payload, key.encode())
 

@@ -78,6 +78,19 @@ def test_device_name_selects_the_storage(tmp_path):
             CreateStorageBackend("cpu", size)
 
 
+def test_put_replaces_an_object_that_cannot_be_read(tmp_path):
+    """The format of the object may have another version. A tier does not replace objects by name."""
+    storage = LMSLocalDiskBackend(str(tmp_path))
+    storage.put("k", b"old")
+    (file,) = (path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 4096)
+    damaged = bytearray(file.read_bytes())
+    damaged[8] += 1
+    file.write_bytes(damaged)
+    storage.put("k", b"new")
+    assert bytes(storage.get("k")) == b"new"
+    storage.close()
+
+
 def test_defect_04_acknowledged_objects_are_intact_after_a_kill_during_a_put(tmp_path):
     dice = random.Random(4)
     payloads = {key(number): dice.randbytes(1 << 20) for number in range(6)}
