@@ -20,7 +20,7 @@ from lmcache_store.common.units import format_size, parse_size
 logger = logging.getLogger(__name__)
 
 _MAX_SECRET_BYTES = 1 << 14
-"""Bytes that are read of each file of a Secret: more than a key or a token has."""
+"""Largest file of a Secret. A key or a token is far smaller."""
 
 Content = TypeVar("Content")
 
@@ -100,7 +100,9 @@ class FollowedSecret(Followed[Mapping[str, bytes]]):
             if not stat.S_ISREG(path.stat().st_mode):
                 raise ConfigError(f"{self._option}: {path} is not a file: remove it")
             with path.open("rb") as file:
-                files[name] = file.read(_MAX_SECRET_BYTES)
+                files[name] = file.read(_MAX_SECRET_BYTES + 1)
+            if len(files[name]) > _MAX_SECRET_BYTES:
+                raise ConfigError(f"{self._option}: {path} has more than {_MAX_SECRET_BYTES} bytes")
         except FileNotFoundError:  # the kubelet removes it just now
             return
 

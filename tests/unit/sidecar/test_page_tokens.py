@@ -38,7 +38,7 @@ def test_changed_file_replaces_its_token(tmp_path: Path) -> None:
     assert not is_accepted(tokens, FIRST)
 
 
-@pytest.mark.parametrize("content", [b"", b"short", b"two tokens of a secret", b"\xff" * 20])
+@pytest.mark.parametrize("content", [b"", b"short", b"two tokens of a secret", b"\xff" * 20, b"a" * 20_000])
 def test_invalid_file_changes_nothing(tmp_path: Path, content: bytes) -> None:
     file, tokens = tmp_path / "token", PageTokens(str(tmp_path))
     file.write_bytes(content)
