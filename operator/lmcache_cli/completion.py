@@ -34,10 +34,10 @@ def suggestions(before: Sequence[str], last: str) -> list[str]:
         return [f"{name}\t{about}" for name, about in COMMANDS.items()]
     if before[0] not in COMMANDS:
         return []
-    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
     import_module(f"lmcache_cli.commands.{before[0]}").add_arguments(parser)
     if last.startswith("-"):
-        return [name for action in parser._actions for name in action.option_strings]
+        return ["--help", *(name for action in parser._actions for name in action.option_strings)]
     option = parser._option_string_actions.get(before[-1])
     has_value = option is not None and option.nargs is None
     try:

@@ -51,6 +51,12 @@ def test_names_of_clusters_are_suggested_once(calls):
     )
 
 
+@pytest.mark.parametrize("option", ["--help", "-h", "--o"])
+def test_help_and_abbreviated_options_print_nothing(calls, capfd, option):
+    assert suggested("doctor", option, "d") == ["demo", "other"]
+    assert capfd.readouterr() == ("", "")
+
+
 def test_values_of_options_are_suggested(calls):
     assert suggested("status", "--context", "local", "-n", "t") == ["default", "team"]
     assert calls.read_text().endswith("--output=name --context=local\n")
