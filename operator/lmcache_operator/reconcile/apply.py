@@ -45,7 +45,7 @@ class Applier:
     problems: list[Problem] = field(default_factory=list)
     """Permanent failures: calls that the API server refused."""
     doubts: list[Problem] = field(default_factory=list)
-    """Refused creations of Secrets. A full quota refuses even a Secret that exists, so all may be well."""
+    """Creations of Secrets that a full quota refused. It refuses even a Secret that exists."""
     failure: ApiError | None = None
     """First failure that a retry may resolve."""
     events: list[Event] = field(default_factory=list)
@@ -145,7 +145,8 @@ class Applier:
         except NoAnswerError:
             raise
         except RefusedError as error:
-            problems = self.doubts if verb == "make" else self.problems
+            is_doubt = verb == "make" and "exceeded quota" in error.message  # perhaps the object exists
+            problems = self.doubts if is_doubt else self.problems
             problems.append(Problem("Refused", f"{_NOUNS[verb]}{ref}: {error.message}"))
             return False
         except ApiError as error:

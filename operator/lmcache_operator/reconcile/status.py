@@ -45,7 +45,7 @@ def derive_status(
         ready = Condition("False", *problems[0])
     elif progressing.status == "True" and progressing.reason != "Resizing":  # pods serve during a resize
         ready = Condition("False", progressing.reason, progressing.message)
-    degrading = chain(doubts, *(status.degraded for status in statuses))
+    degrading = chain(*(status.degraded for status in statuses), doubts)
     conditions = {"Degraded": _degraded([*problems, *degrading]), "Progressing": progressing, "Ready": ready}
     fields: Object = {"observedGeneration": resource["metadata"].get("generation", 0)}
     for status in statuses:

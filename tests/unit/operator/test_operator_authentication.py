@@ -81,6 +81,22 @@ def test_secret_that_a_quota_refuses_is_reported_and_nothing_else_stops() -> Non
     assert degraded["message"] == f"creation of {SECRET}: exceeded quota: q"
 
 
+def test_secret_that_no_right_allows_makes_the_cluster_unready() -> None:
+    bench = ReconciledCluster.settled(sidecar=TOKEN)
+    bench.world.failures["create"] = RefusedError("create", "forbidden: User o")
+    bench.run()
+    assert bench.ready() == ("False", f"creation of {SECRET}: forbidden: User o")
+
+
+def test_other_troubles_precede_a_full_quota() -> None:
+    bench = ReconciledCluster.settled(sidecar=TOKEN)
+    bench.world.failures["create"] = RefusedError("create", "exceeded quota: q")
+    bench.answer({"is_ready": False, "not_ready_reason": "bad URL"})
+    bench.run()
+    (degraded,) = (c for c in bench.world.resource["status"]["conditions"] if c["type"] == "Degraded")
+    assert degraded["reason"] == "SidecarNotReady"
+
+
 def test_no_secret_is_made_without_the_setting() -> None:
     assert SECRET not in ReconciledCluster.settled().world.objects
 
