@@ -110,7 +110,7 @@ class LMCLocalDiskBackend(EvictingBackend):
     def prefix_length(self, keys: Keys) -> int:
         """See LMCBackendInterface."""
         names = list(map(self._names, keys))
-        return self._guard.call("A lookup", lambda: num_leading(self._tier.find_each, names, 1), 0)
+        return self._guard.call("A lookup", lambda: num_leading(self._tier, names, 1), 0)
 
     def touch(self, keys: Keys, request: Hashable) -> None:
         """See LMCBackendInterface. The disk evicts chunks of about the same age tail first."""

@@ -52,7 +52,7 @@ def test_objects_are_spread_over_all_masters_and_found(remote, servers):
     fill(remote)
     assert sum(node.client.dbsize() for node in servers.nodes[:3]) == len(KEYS)
     assert all(node.client.dbsize() for node in servers.nodes[:3])
-    assert num_leading(remote.find_each, KEYS, 2) == len(KEYS)
+    assert num_leading(remote, KEYS, 2) == len(KEYS)
     for key in KEYS:
         assert load(remote, 1, key=key) == key + b"\x01"
     remote.touch(KEYS, 2)
@@ -66,14 +66,14 @@ def test_servers_may_announce_host_names(remote, servers):
         node.client.config_set("cluster-announce-hostname", "node.example")
     wait_until(lambda: "node.example" in str(servers.nodes[1].client.execute_command("CLUSTER NODES")))
     fill(remote)
-    assert num_leading(remote.find_each, KEYS, 2) == len(KEYS)
+    assert num_leading(remote, KEYS, 2) == len(KEYS)
 
 
 def test_seed_without_cluster_is_skipped(servers):
     with RedisProcess(cluster_enabled="yes", cluster_port=free_port()) as standalone:
         remote = tier_of(f"redis-cluster://127.0.0.1:{standalone.port},127.0.0.1:{servers.nodes[0].port}")
         fill(remote)
-        assert num_leading(remote.find_each, KEYS, 2) == len(KEYS)
+        assert num_leading(remote, KEYS, 2) == len(KEYS)
         remote.close()
 
 
@@ -105,7 +105,7 @@ def test_operations_follow_a_slot_during_its_move_and_learn_it(remote, servers, 
         servers.set_slot(index, SLOT, "NODE", servers.id_of(target))
     assert getattr(remote, operation)(*arguments)
     num_calls_before = [calls(servers, source, command) for command in ("hexists", "hmget", "hset")]
-    assert num_leading(remote.find_each, [KEY], 1) == 1
+    assert num_leading(remote, [KEY], 1) == 1
     assert load(remote, key=KEY) == payload
     assert remote.store(ObjectId(KEY, 0), memoryview(payload))
     num_calls = [calls(servers, source, command) for command in ("hexists", "hmget", "hset")]
@@ -121,7 +121,7 @@ def test_replica_of_a_dead_master_is_used(remote, servers):
     hits = [load(remote, key=key) is not None for key in KEYS]
     assert 0 < hits.count(True) < len(KEYS)
     assert not remote.health.is_open
-    wait_until(lambda: num_leading(remote.find_each, KEYS, 2) == len(KEYS))
+    wait_until(lambda: num_leading(remote, KEYS, 2) == len(KEYS))
     assert all(load(remote, key=key) for key in KEYS)
     assert all(remote.store(ObjectId(key, 5), memoryview(b"x")) for key in KEYS)
 

@@ -151,13 +151,13 @@ def test_pods_with_and_without_keys_share_a_redis(empty_redis, open_tier, redis)
     encrypted, plain = open_tier(cipher("remote", 1)), tier_of(empty_redis.unix_url)
     with contextlib.closing(plain):
         assert store(encrypted, b"e" * 3000)
-        assert num_leading(plain.find_each, [KEY], 1) == 0
+        assert num_leading(plain, [KEY], 1) == 0
         assert plain.find_each([OBJECT]) == [False]
         assert plain.touch([KEY], 1) == {KEY}
         assert load(plain) is None
         assert store(plain, b"p" * 3000)
         assert store(plain, b"p" * 100, ObjectId(OTHER_KEY, 0))
-        assert num_leading(encrypted.find_each, [KEY, OTHER_KEY], 1) == 1
+        assert num_leading(encrypted, [KEY, OTHER_KEY], 1) == 1
         assert load(encrypted, key=OTHER_KEY) is None
         assert (load(encrypted), load(plain)) == (b"e" * 3000, b"p" * 3000)
         assert redis.dbsize() == 3

@@ -80,9 +80,7 @@ class TestOutages:
         assert results[0]
         assert not results[-1]
         assert remote.stats.refused["OOM"] == results.count(False)
-        assert [
-            num_leading(remote.find_each, [bytes([number]) * 64], 1) == 1 for number in range(8)
-        ] == results
+        assert [num_leading(remote, [bytes([number]) * 64], 1) == 1 for number in range(8)] == results
         assert not remote.health.is_open
         assert load(remote, key=bytes([0]) * 64) is not None
         remote.close()
@@ -95,12 +93,12 @@ class TestOutages:
         remote, foreign = tier_of(url), tier_of(f"{url}?prefix=other")
         assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         assert load(remote) == b"x"
-        assert num_leading(remote.find_each, [KEY], 1) == 1
+        assert num_leading(remote, [KEY], 1) == 1
         remote.touch([KEY], 1)
         # The server refuses the commands. The client must not take that for an outage.
         assert not foreign.store(ObjectId(KEY, 0), memoryview(b"x"))
         assert load(foreign) is None
-        assert num_leading(foreign.find_each, [KEY], 1) == 0
+        assert num_leading(foreign, [KEY], 1) == 0
         foreign.touch([KEY], 1)
         assert foreign.stats.refused == foreign.stats.invalid == {"NOPERM": 1}
         assert not foreign.health.is_open

@@ -53,13 +53,13 @@ def test_redis_evicts_whole_rows(server, row_mib, num_columns, maxmemory_mib):
     num_found = num_read = 0
     with contextlib.closing(tier_of(server.unix_url)) as remote:
         for key in rng.choices(keys, [1 / (rank + 1) for rank in range(len(keys))], k=2 * len(keys)):
-            if num_leading(remote.find_each, [key], num_columns):
+            if num_leading(remote, [key], num_columns):
                 num_found += 1
                 is_read = True
                 for column in range(num_columns):
                     is_read &= remote.load(ObjectId(key, column), into) is not None
                     assert not is_read or into == payload
-                assert is_read or not num_leading(remote.find_each, [key], num_columns), (
+                assert is_read or not num_leading(remote, [key], num_columns), (
                     "a probe found a row that cannot be read"
                 )
                 num_read += is_read
@@ -94,7 +94,7 @@ def test_row_evicted_during_its_store_is_refused(server, monkeypatch):
         payload = memoryview(pattern(8 * MAX_PIECE_BYTES))
         assert not remote.store(ObjectId(KEY, 0), payload)
         assert remote.stats.refused == {"EVICTED": 1}
-        assert num_leading(remote.find_each, [KEY], 1) == 0
+        assert num_leading(remote, [KEY], 1) == 0
         assert server.client.dbsize() == 0, "a partial row takes memory"
         assert remote.store(ObjectId(KEY, 0), payload)
         assert load(remote) == payload
@@ -243,7 +243,7 @@ class RowsMachine(RuleBasedStateMachine):
         assert self.remote.find_each(IDS) == [object_id in self.contents for object_id in IDS]
         for key in KEYS:
             is_whole = all(ObjectId(key, column) in self.contents for column in range(2))
-            assert num_leading(self.remote.find_each, [key], 2) == is_whole
+            assert num_leading(self.remote, [key], 2) == is_whole
             assert (key in self.remote.touch([key], 2)) == (not is_whole)
 
 

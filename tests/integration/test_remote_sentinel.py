@@ -44,7 +44,7 @@ def test_reads_and_writes_go_to_the_master(remote, servers):
     _, master, replica = servers
     assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     assert load(remote) == b"x"
-    assert num_leading(remote.find_each, [KEY], 1) == 1
+    assert num_leading(remote, [KEY], 1) == 1
     remote.touch([KEY], 1)
     assert num_objects(master) == 1
     calls = replica.client.info("commandstats")

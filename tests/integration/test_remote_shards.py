@@ -68,7 +68,7 @@ def test_probe_asks_for_each_row_of_the_window_once(remote, servers):
     fill(remote, 1)
     for server in servers:
         server.client.config_resetstat()
-    assert num_leading(remote.find_each, KEYS[:16], 1) == 16
+    assert num_leading(remote, KEYS[:16], 1) == 16
     stats = [server.client.info("commandstats") for server in servers]
     # Ports decide which shard owns a row, so a shard may own none.
     calls = [each.get("cmdstat_hexists", {"calls": 0})["calls"] for each in stats]
@@ -90,7 +90,7 @@ def test_lost_shard_costs_only_its_own_rows(remote, servers, fault, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(unhealthy.circuit, "_probe", mock.Mock(side_effect=TimeoutError))
         patch.setattr(unhealthy, "_attempt", attempt := mock.Mock())
-        assert num_leading(remote.find_each, KEYS, 2) == hits.index(False)
+        assert num_leading(remote, KEYS, 2) == hits.index(False)
         assert not remote.store(ObjectId(lost_key, 0), memoryview(payload_of(lost_key, 0)))
         assert remote.stats.refused == {"unavailable": 1}
         assert remote.store(ObjectId(served_key, 0), memoryview(payload_of(served_key, 0)))
@@ -115,7 +115,7 @@ def test_threads_share_the_tier_while_shards_die_and_change(remote, servers):
                 with contextlib.suppress(TierUnavailableError):
                     remote.store(ObjectId(key, 0), memoryview(payload_of(key, 0)))
                     num_loads += is_loaded(remote, key)
-                    num_leading(remote.find_each, KEYS, 1)
+                    num_leading(remote, KEYS, 1)
                     remote.touch(KEYS, 1)
         return num_loads
 
@@ -134,7 +134,7 @@ def test_threads_share_the_tier_while_shards_die_and_change(remote, servers):
             is_over.set()
     assert all(worker.result() for worker in workers)
     fill(remote, 1)
-    assert num_leading(remote.find_each, KEYS, 1) == len(KEYS)
+    assert num_leading(remote, KEYS, 1) == len(KEYS)
 
 
 def test_servers_report_their_usage_and_residence(servers):

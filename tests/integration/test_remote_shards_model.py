@@ -193,10 +193,10 @@ class ShardsMachine(RuleBasedStateMachine):
         if self.is_unavailable:
             assert self.remote.health.is_open
             with pytest.raises(TierUnavailableError):
-                num_leading(self.remote.find_each, KEYS, 1)
+                num_leading(self.remote, KEYS, 1)
         else:
             assert self.remote.find_each([ObjectId(key, 0) for key in KEYS]) == is_held
-            assert num_leading(self.remote.find_each, KEYS, 1) == [*is_held, False].index(False)
+            assert num_leading(self.remote, KEYS, 1) == [*is_held, False].index(False)
 
 
 @pytest.fixture(scope="module", autouse=True)

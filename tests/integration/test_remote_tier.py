@@ -68,10 +68,10 @@ class TestObjects:
             for column in range(num_columns):
                 pipeline.hset(row_name(key), str(column), b"")
         pipeline.execute()
-        assert num_leading(remote.find_each, keys, num_columns) == num_present
+        assert num_leading(remote, keys, num_columns) == num_present
         if num_present:
             empty_redis.client.hdel(row_name(keys[num_present - 1]), str(num_columns - 1))
-            assert num_leading(remote.find_each, keys, num_columns) == num_present - 1
+            assert num_leading(remote, keys, num_columns) == num_present - 1
 
     def test_touch_marks_rows_as_used_and_returns_absent_ones(self, remote, empty_redis):
         for column in range(2):
@@ -106,7 +106,7 @@ class TestObjects:
         assert load(remote) is None
         assert remote.store(ObjectId(KEY, 0), memoryview(b"ours"))
         assert load(prefixed) == b"theirs"
-        assert num_leading(remote.find_each, [KEY], 1) == num_leading(prefixed.find_each, [KEY], 1) == 1
+        assert num_leading(remote, [KEY], 1) == num_leading(prefixed, [KEY], 1) == 1
         prefixed.close()
 
 
@@ -188,5 +188,5 @@ class TestDistrust:
         self.client.delete(NAME)
         assert load(remote) is None
         remote.store(ObjectId(KEY, 0), memoryview(pattern(10)))
-        num_leading(remote.find_each, [KEY], 1)
+        num_leading(remote, [KEY], 1)
         assert dict(zip(foreign, self.client.mget(foreign), strict=True)) == foreign

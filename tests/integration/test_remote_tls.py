@@ -37,7 +37,7 @@ def test_stored_object_is_read_back_over_tls(server, certificates, size):
     remote, payload = tier_of(f"{server.url}?ca={certificates.ca}"), pattern(size)
     assert remote.store(ObjectId(KEY, 0), memoryview(payload))
     assert load(remote) == payload
-    assert num_leading(remote.find_each, [KEY, KEY[::-1]], 1) == 1
+    assert num_leading(remote, [KEY, KEY[::-1]], 1) == 1
     remote.touch([KEY], 1)
     remote.close()
 

@@ -89,7 +89,7 @@ def test_sidecar_has_the_rights_that_it_needs(shard):
     remote = tier(shard)
     assert remote.store(ObjectId(KEY, 0), memoryview(pattern(5 << 20)))
     assert load(remote) == pattern(5 << 20)
-    assert num_leading(remote.find_each, [KEY], 1) == 1
+    assert num_leading(remote, [KEY], 1) == 1
     assert remote.touch([KEY], 1) == set()
     remote.check()
     assert remote.used_bytes > 5 << 20

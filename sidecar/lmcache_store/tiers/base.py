@@ -132,6 +132,10 @@ class LowerTier(Protocol):
         """Can objects be stored? If not, ``store`` and ``touch`` are never called."""
 
     @property
+    def is_local(self) -> bool:
+        """Does a question take no round trip?"""
+
+    @property
     def is_encrypted(self) -> bool:
         """Are payloads encrypted? Each load and store then takes more processor time."""
 

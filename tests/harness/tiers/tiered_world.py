@@ -44,6 +44,7 @@ class FaultyTier:
     address = "nowhere"
     used_bytes = None
     takes_writes = True
+    is_local = False
     is_encrypted = False
     residence_seconds = math.inf
 

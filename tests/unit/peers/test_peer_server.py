@@ -48,8 +48,8 @@ def test_leading_rows_are_counted(rows):
         rows.add(number, b"a", b"b")
     rows.payloads.pop(key(30))
     with serving(rows) as (_, peer), reading(peer) as tier:
-        assert num_leading(tier.find_each, [key(number) for number in range(40)], 2) == 30
-        assert num_leading(tier.find_each, [key(number) for number in range(40)], 3) == 0
+        assert num_leading(tier, [key(number) for number in range(40)], 2) == 30
+        assert num_leading(tier, [key(number) for number in range(40)], 3) == 0
 
 
 def test_each_row_comes_from_a_peer_that_has_it():

@@ -152,7 +152,7 @@ class TestTier:
         assert all(store(tier, 1, column=column) for column in (0, 1))
         assert store(tier, 2)
         assert tier.touch([key_of(1), key_of(2), key_of(3)], 2) == {key_of(2), key_of(3)}
-        assert num_leading(tier.find_each, [key_of(1), key_of(2)], 2) == 1
+        assert num_leading(tier, [key_of(1), key_of(2)], 2) == 1
         bound = OwnerBound("owner", 4 * PAGE)
         tier.assign(ObjectId(key_of(1), 0), "owner")
         assert tier.bytes_by_owner() == {"owner": 3 * PAGE}

@@ -42,7 +42,7 @@ def check_unavailable(tier: DiskTier) -> None:
         lambda: load(tier, 1),
         lambda: tier.contains(object_id),
         lambda: tier.remove(object_id),
-        lambda: num_leading(tier.find_each, [key_of(1)], 1),
+        lambda: num_leading(tier, [key_of(1)], 1),
         lambda: tier.touch([key_of(1)], 1),
     ):
         with pytest.raises(TierUnavailableError):

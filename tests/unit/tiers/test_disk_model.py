@@ -171,7 +171,7 @@ class DiskMachine(RuleBasedStateMachine):
     def probe(self, rows):
         full = [{2 * row, 2 * row + 1} <= self.oracle.objects.keys() for row in rows]
         expected = [*full, False].index(False)
-        assert num_leading(self.tier.find_each, [key_of(row) for row in rows], 2) == expected
+        assert num_leading(self.tier, [key_of(row) for row in rows], 2) == expected
 
     @rule()
     def restart(self):

@@ -45,7 +45,7 @@ def tier(tmp_path, monkeypatch, may_finish):
 def test_finds_objects_by_name_before_the_index_is_complete(tier):
     assert tier.contains(ObjectId(key_of(1), 0))
     assert not tier.contains(ObjectId(key_of(3), 0))
-    assert num_leading(tier.find_each, [key_of(1), key_of(2), key_of(3)], 1) == 2
+    assert num_leading(tier, [key_of(1), key_of(2), key_of(3)], 1) == 2
     assert load(tier, 1) == content(1, PAGE)
     assert load(tier, 3) is None
     tier.touch([key_of(1)], 1)
@@ -97,3 +97,17 @@ def test_closing_does_not_wait_for_the_scan(tier, may_finish):
     may_finish.set()
     tier._scan.join(60)
     assert not tier.indexed.is_set()
+
+
+def test_disk_is_asked_for_no_row_behind_an_absent_one(tier, monkeypatch):
+    """Before the index is complete, each question reads the directory."""
+    asked: list[ObjectId] = []
+    find_each = tier.find_each
+
+    def note(ids):
+        asked.extend(ids)
+        return find_each(ids)
+
+    monkeypatch.setattr(tier, "find_each", note)
+    assert num_leading(tier, [key_of(number) for number in range(1, 9)], 1) == 2
+    assert [object_id.row_key for object_id in asked] == [key_of(1), key_of(2), key_of(3)]

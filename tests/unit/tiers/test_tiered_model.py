@@ -355,7 +355,7 @@ class TieredMachine(RuleBasedStateMachine):
         self.release("a")
         is_in_memory = self.world.store.memory.is_resident(key)
         is_written = all((key, column) in self.tiers["remote"].objects for column in COLUMNS)
-        return not is_in_memory or (is_written and num_leading(self.disk.find_each, [key], len(COLUMNS)) == 1)
+        return not is_in_memory or (is_written and num_leading(self.disk, [key], len(COLUMNS)) == 1)
 
     def check_no_row_leaked(self) -> None:
         """Check that no row leaked: a new chain can use all rows."""

@@ -188,7 +188,7 @@ def test_server_that_takes_no_connection_is_unavailable_until_a_probe_succeeds(e
 def test_invalid_host_name_is_an_outage(scheme, host):
     remote = RemoteTier(Address.parse(f"{scheme}://{host}:1"), timeout_seconds=0.2)
     with pytest.raises(TierUnavailableError):
-        num_leading(remote.find_each, KEYS[:1], 1)
+        num_leading(remote, KEYS[:1], 1)
     assert remote.health.is_open
     remote.close()
 
@@ -214,7 +214,7 @@ def test_hung_resolver_costs_a_timeout_and_a_single_thread(monkeypatch):
     resolve_cache_example(monkeypatch, hang)
     remote = RemoteTier(Address.parse("redis://cache.example:1"), timeout_seconds=0.1)
     with pytest.raises(TierUnavailableError, match=r"cache\.example was not resolved within 0\.1 s"):
-        num_leading(remote.find_each, KEYS[:1], 1)
+        num_leading(remote, KEYS[:1], 1)
     assert not probe(remote)
     assert requests == [("cache.example", 1)]
     remote.close()

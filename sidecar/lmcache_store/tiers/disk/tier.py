@@ -58,6 +58,7 @@ class DiskTier:
     """
 
     takes_writes = True
+    is_local = True
 
     def __init__(
         self, directory: str | os.PathLike[str], capacity_bytes: int, cipher: Cipher | None = None

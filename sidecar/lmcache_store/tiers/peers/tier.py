@@ -49,6 +49,7 @@ class PeersTier:
     """
 
     takes_writes = False
+    is_local = False
     is_encrypted = False
     used_bytes = None
     residence_seconds = math.inf

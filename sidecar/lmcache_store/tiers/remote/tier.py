@@ -57,6 +57,7 @@ class RemoteTier:
     """
 
     takes_writes = True
+    is_local = False
 
     def __init__(
         self,

@@ -99,7 +99,7 @@ class TierWorker(TierOperations):
 
     async def probe(self, keys: Sequence[RowKey], tenant: bytes = b"") -> int:
         """Return how many leading rows the tier holds; 0 while it is unhealthy."""
-        return await self._ask(lambda: num_leading(self._tier.find_each, keys, self._num_columns), 0, tenant)
+        return await self._ask(lambda: num_leading(self._tier, keys, self._num_columns), 0, tenant)
 
     async def look(self, keys: Sequence[RowKey], tenant: bytes) -> list[bool] | None:
         """Say of each row whether the tier holds all its columns; None: no answer."""
