@@ -37,9 +37,10 @@ def environment(version: str) -> Path:
         subprocess.run(make, check=True)
         install = [uv(), "pip", "install", "--quiet", "--python", python, *NEEDS[version]]
         subprocess.run(install, check=True, env={**os.environ, "NO_CUDA_EXT": "1"})
-        site = sysconfig.get_path("purelib", vars={"base": str(folder)})
-        Path(site, "zz_torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
         stamp.touch()
+    # Each time, because another checkout may have made the environment.
+    site = sysconfig.get_path("purelib", vars={"base": str(folder)})
+    Path(site, "zz_torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
 
 
