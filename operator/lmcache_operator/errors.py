@@ -16,6 +16,9 @@ Any other exception is a bug of the operator, and is logged with its stack trace
 
 from __future__ import annotations
 
+QUOTA = "exceeded quota"
+"""Part of a refusal by a ResourceQuota. It comes before the check whether the object exists."""
+
 
 class OperatorError(Exception):
     """Base class of all errors of the operator."""

@@ -11,7 +11,7 @@ from secrets import token_urlsafe
 from lmcache_operator import metrics
 from lmcache_operator.contract.base import Observed, Plan, Resize
 from lmcache_operator.contract.conditions import Event, Problem
-from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError
+from lmcache_operator.errors import QUOTA, ApiError, NoAnswerError, RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.pods.differences import rendering
 from lmcache_operator.pods.resize import refuse
@@ -145,8 +145,8 @@ class Applier:
         except NoAnswerError:
             raise
         except RefusedError as error:
-            is_doubt = verb == "make" and "exceeded quota" in error.message  # perhaps the object exists
-            problems = self.doubts if is_doubt else self.problems
+            # A full quota refuses even a Secret that exists.
+            problems = self.doubts if verb == "make" and QUOTA in error.message else self.problems
             problems.append(Problem("Refused", f"{_NOUNS[verb]}{ref}: {error.message}"))
             return False
         except ApiError as error:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from lmcache_cli.commands.connection import ApiConnection, no_cluster
 from lmcache_cli.commands.doctor.answers import ApiAnswer
-from lmcache_cli.commands.doctor.checks.admission import QUOTA, lacks_pods, pod_of
+from lmcache_cli.commands.doctor.checks.admission import lacks_pods, pod_of
 from lmcache_cli.commands.doctor.checks.engines import engine_container, kind_of_pod
 from lmcache_cli.commands.doctor.checks.features import uses_nodes
 from lmcache_cli.commands.doctor.checks.rights import CREATE_PODS, OPERATOR_RIGHTS, USER_RIGHTS
@@ -22,7 +22,7 @@ from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts, PodTrial, Rig
 from lmcache_cli.commands.gather import PodFigures, natural_order, read_each, read_stats
 from lmcache_operator.api import GROUP, PLURAL, PROFILE_PLURAL, VERSION
 from lmcache_operator.components.engine.kinds.base import words_of
-from lmcache_operator.errors import NoAnswerError
+from lmcache_operator.errors import QUOTA, NoAnswerError
 from lmcache_operator.kube.pod_http import Get, PodHttp
 from lmcache_operator.kube.refusals import error_of
 from lmcache_operator.pods.pods import is_ready

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_cli.commands.doctor.results import Result, failure, ok, unknown, warning
+from lmcache_operator.errors import QUOTA
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.merge import dig
 from lmcache_store.common.text import plain
-
-QUOTA = "exceeded quota"
-"""Part of a refusal by a ResourceQuota, which counts the running pods too."""
 
 
 def pod_of(stateful_set: Object) -> Object:
