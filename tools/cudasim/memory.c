@@ -222,7 +222,6 @@ API CUresult cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags) {
     unsigned char resident;
     if (!may_call()) return CAPTURE_UNSUPPORTED;
     if (!bytes || is_device_address(start) || mincore((void *)(start & ~4095ull), 1, &resident)) return INVALID_VALUE;
-    if (rate("pin_rate") > 0) nap((double)bytes / rate("pin_rate"));
     pthread_mutex_lock(&lock);
     struct region *after = region_after(start);
     int overlaps = find_region(start) || (after && after->start - start < bytes);

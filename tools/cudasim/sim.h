@@ -63,7 +63,7 @@ int num_contexts(int device);   /* of all processes */
 int fault(const char *function); /* error that this call must return, or 0; counts the call */
 int is_stalled(void);
 int is_capturing(void);          /* an engine captures a CUDA graph, in the mode "global" */
-double rate(const char *name);   /* `rate` or `pin_rate` in bytes per second; 0: no limit */
+double rate(void);               /* copies in bytes per second; 0: no limit */
 double die_after(void);          /* bytes of copies after which the process dies; 0: never */
 void nap(double seconds);
 const char *setting(const char *name, const char *otherwise);
@@ -83,7 +83,7 @@ int visible(int ordinal);          /* number on the node of a visible device, or
 int ordinal_of(int device);
 const char *device_uuid(int device);
 CUresult entered(const char *function, int needs_context);
-CUresult check_room(int device, uint64_t bytes); /* is so much of its memory free? The node must be locked */
+CUresult check_room(int device, uint64_t bytes); /* OUT_OF_MEMORY if less of its memory is free; the node must be locked */
 int may_call(void); /* 0: a capture forbids calls that may synchronize, and this thread is not exempt */
 
 /* First line of every entry point: faults on demand, no context, a broken context. */

@@ -137,10 +137,10 @@ static void without_suffix(char *function) {
 }
 
 static int is_word(const char *word) {
-    return !strcmp(word, "stall") || !strcmp(word, "capture") || !strcmp(word, "rate") || !strcmp(word, "pin_rate") || !strcmp(word, "die_after");
+    return !strcmp(word, "stall") || !strcmp(word, "capture") || !strcmp(word, "rate") || !strcmp(word, "die_after");
 }
 
-/* One order: [ROLE:] fail FUNCTION N|* CODE | stall | capture | rate B | pin_rate B | die_after BYTES */
+/* One order: [ROLE:] fail FUNCTION N|* CODE | stall | capture | rate B | die_after BYTES */
 static void add_order(char *text) {
     char *colon = strchr(text, ':'), role[64], word[64], nth[32];
     if (colon) {
@@ -228,7 +228,7 @@ static int order_value(const char *word, double *value) {
 
 int is_capturing(void) { double unused; return order_value("capture", &unused); }
 int is_stalled(void) { double unused; return order_value("stall", &unused); }
-double rate(const char *name) { double value = 0; order_value(name, &value); return value; }
+double rate(void) { double value = 0; order_value("rate", &value); return value; }
 double die_after(void) { double value = 0; order_value("die_after", &value); return value; }
 
 void nap(double seconds) {

@@ -82,7 +82,7 @@ static int copy_bytes(const struct piece *piece, uint64_t done, uint64_t bytes) 
 static void pace(uint64_t bytes) {
     static __thread double debt; /* seconds */
     static uint64_t total;
-    double limit = die_after(), speed = rate("rate");
+    double limit = die_after(), speed = rate();
     if (limit > 0 && (double)__atomic_add_fetch(&total, bytes, __ATOMIC_RELAXED) >= limit) kill(getpid(), SIGKILL);
     while (is_stalled()) nap(5e-4);
     if (speed > 0 && (debt += (double)bytes / speed) > 2e-4) nap(debt), debt = 0;
