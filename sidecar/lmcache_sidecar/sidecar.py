@@ -158,7 +158,7 @@ class Sidecar:
         causes, disk = self.sessions.causes.by_tenant, self._tiers.get("disk")
         parts.append(tenants_part(self._tenants, self._memory_stats, causes, memory, disk))
         if (server := self._peer_server) is not None:
-            figures = stats.read(stats.declared(PeerServerStats), server.stats)
+            figures = stats.read(stats.declared(PeerServerStats), server.service.stats)
             parts.append(StatsPart("peer_server", {}, figures, "lmcache_peer_server"))
         return parts
 

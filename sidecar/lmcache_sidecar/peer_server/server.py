@@ -58,7 +58,6 @@ class PeerServer:
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         self.service = PeerService(rows, prefix, passwords, bytes_per_second)
-        self.stats = self.service.stats
         self._tls = tls
         self._max_connections = max_connections
         self._listening: socket.socket | None = None

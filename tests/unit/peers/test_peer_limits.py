@@ -86,7 +86,7 @@ def test_busy_connections_keep_their_places(rows, monkeypatch):
         assert all(session.idle_since == math.inf for session in server._sessions.values())
         with connect(peer) as refused:
             assert is_closed(refused)
-        assert server.stats.refused_connections == 1
+        assert server.service.stats.refused_connections == 1
 
 
 def test_connection_without_a_password_is_closed_in_time(rows, monkeypatch):

@@ -39,7 +39,7 @@ def test_columns_are_read_whole(rows, size):
         for _ in range(2):
             assert [load(tier, each, size) for each in ids] == payloads
         wait_until(lambda: not rows.pinned)
-    assert server.stats == PeerServerStats(read_columns=6)
+    assert server.service.stats == PeerServerStats(read_columns=6)
     assert (tier.stats.hits, tier.stats.misses, tier.stats.invalid) == (6, 0, {})
 
 
@@ -106,7 +106,7 @@ def test_only_the_valid_passwords_are_admitted(rows, passwords, password, is_adm
     with serving(rows, passwords=passwords) as (server, peer), reading(peer, password=password) as tier:
         assert tier.find_each([object_id]) == [is_admitted]
         if not is_admitted:
-            wait_until(lambda: server.stats.refused_connections)
+            wait_until(lambda: server.service.stats.refused_connections)
     assert rows.num_pins == 0
 
 
@@ -119,7 +119,7 @@ def test_garbage_ends_its_connection_only(rows, sent):
         connection.sendall(sent)
         assert is_closed(connection)
         assert load(tier, object_id, 1000) == b"x" * 1000
-        assert server.stats.refused_connections == 1
+        assert server.service.stats.refused_connections == 1
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_peers_without_the_right_certificate_are_refused(rows, tls, tmp_path, se
         (state,) = tier.servers()
         assert problem in state["problem"]
         if not problem:
-            wait_until(lambda: peer_server.stats.refused_connections)
+            wait_until(lambda: peer_server.service.stats.refused_connections)
 
 
 def test_renewed_certificate_is_used(rows, tls, tmp_path):
