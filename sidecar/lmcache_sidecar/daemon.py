@@ -150,6 +150,7 @@ class Daemon:
         """Serve the pages on the configured address; moves there if it has changed."""
         if self._tokens.path != config.http_tokens_dir:
             self._tokens = PageTokens(config.http_tokens_dir)
+            self._tokens.follow()  # now: a first request with a valid token must not be refused
         if self._following is None:
             self._following = asyncio.create_task(self._follow_tokens())
         address = config.http_host, config.http_port

@@ -1,10 +1,14 @@
 """Tokens for pages, in a directory that changes while the sidecar runs."""
 
+import asyncio
 from http import HTTPStatus
 from pathlib import Path
 
 import pytest
 
+from lmcache_sidecar.config import Config, ConfigReading
+from lmcache_sidecar.daemon import Daemon
+from lmcache_sidecar.pages.http import Page
 from lmcache_sidecar.pages.tokens import PageTokens
 
 FIRST, SECOND = "first-token-of-a-secret", "second_token+of/a~secret=="
@@ -56,6 +60,22 @@ def test_no_token_is_accepted_without_a_file(tmp_path: Path, exists: bool) -> No
     tokens = PageTokens(str(tmp_path if exists else tmp_path / "missing"))
     assert not is_accepted(tokens, "")
     assert tokens.problem
+
+
+def test_token_is_accepted_from_the_first_request(tmp_path: Path) -> None:
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "token").write_text(FIRST)
+
+    async def first_answer() -> Page | None:
+        config = Config(http_host="127.0.0.1", http_port=0, http_tokens_dir=str(tmp_path / "tokens"))
+        daemon = Daemon(ConfigReading(config))
+        await daemon._listen(config)
+        try:
+            return daemon._guard("/metrics", FIRST)
+        finally:
+            await daemon.stop()
+
+    assert asyncio.run(first_answer()) is None
 
 
 def test_pages_need_no_token_without_a_directory() -> None:
