@@ -68,9 +68,13 @@ def test_every_step_that_needs_no_engine_passes_and_is_on_the_page(tmp_path):
 
 
 def test_tests_that_skip_on_a_real_driver_leave_nothing_behind(tmp_path):
-    """The tests take the simulated driver for a real one, and skip what needs orders to it."""
+    """The tests take the simulated driver for a real one, and skip what needs orders to it.
+
+    They share it with tests of other workers, so an order or a counter would concern those, too.
+    """
     with cuda.node() as node:
         completed = check(tmp_path, "--simulated", "tests", **node.environment())
+        assert not (node.path / "orders").exists(), "a test gave orders to the driver"
     assert completed.returncode == 0, completed.stdout
 
 

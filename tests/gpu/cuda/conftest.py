@@ -34,8 +34,8 @@ def stream(context):
 
 @pytest.fixture
 def simulated(device):
-    """The simulated node. Skips tests that need it on a real GPU."""
-    if "CUDASIM_NODE" not in os.environ:
+    """The simulated node, used by this process alone. Skips tests that need it on a real GPU."""
+    if "CUDASIM_NODE" not in os.environ or "LMCACHE_TEST_GPU" in os.environ:
         pytest.skip("the driver is not simulated")
     node = Node(Path(os.environ["CUDASIM_NODE"]))
     yield node
