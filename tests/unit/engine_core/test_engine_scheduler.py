@@ -149,6 +149,17 @@ def test_blocks_are_not_held_after_all_stores_ended(rig):
     assert rig.scheduler._states == {}
 
 
+@pytest.mark.parametrize(("num_tokens", "stored"), [(192, []), (193, [(2, 3)])])
+def test_finished_request_stores_no_chunk_with_its_last_token(rig, num_tokens, stored):
+    """With async scheduling the engine counts the last token as computed, but it has no KV yet."""
+    request = rig.arrive(make_request(191))
+    assert chunk_ranges(rig.step(new=[("r", blocks(7), 0, 191)])) == [(0, 2)]
+    request.num_tokens = request.num_computed_tokens = num_tokens
+    request.block_hashes = hashes(num_tokens)
+    rig.finish(request)
+    assert chunk_ranges(rig.step()) == stored
+
+
 def test_abort_during_a_load_frees_blocks_and_keeps_the_lease(rig):
     request = rig.loading()
     assert rig.finish(request) is False

@@ -42,6 +42,10 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.kinds[frame] if self.owners(range(start, min(start + self.size, len(self.slots)))) else EMPTY
         )
 
+    def longest_free_run(self, frame: int) -> int:
+        slots = self.slots[frame * self.size : (frame + 1) * self.size]
+        return max(len(run) for run in "".join("." if row is None else " " for row in slots).split())
+
     @rule(
         num_slots=st.integers(1, 16),
         usable=st.integers(0, 90),
@@ -61,6 +65,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert row is not None
         first = self.allocator.first_slot(row)
         assert range(first, first + num_slots) in free
+        frames = {run[0] // self.size for run in free}
+        best = min(frames, key=lambda frame: (self.longest_free_run(frame), frame))
+        assert first // self.size == best, "low frames are filled first, so that others can be given up"
         assert row not in self.rows
         assert row < self.allocator.num_numbers
         assert row % self.allocator.num_frames == first // self.size
@@ -127,6 +134,14 @@ def test_short_rows_share_frames_before_using_empty_frames():
     short = [allocator.allocate(1, 4) for _ in range(16)]
     assert {row % 4 for row in short} == {0}
     assert [allocator.first_slot(allocator.allocate(16, 4)) for _ in range(3)] == [16, 32, 48]
+
+
+def test_used_frame_is_filled_before_the_empty_short_one():
+    allocator = FrameAllocator(6, 4)
+    assert allocator.allocate_at(0, 2)
+    row = allocator.allocate(2, 2)
+    assert row is not None
+    assert row % allocator.num_frames == 0
 
 
 def test_rows_in_a_frame_have_no_gaps():
