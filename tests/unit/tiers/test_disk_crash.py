@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from itertools import chain
 from pathlib import Path
 
 from lmcache_store.tiers.base import ObjectId
@@ -45,16 +46,20 @@ def test_acknowledged_objects_are_intact_after_a_kill(tmp_path):
     sizes: dict[int, int] = {}  # of acknowledged objects
     num_cut = 0
     for _ in range(4):
-        child = start_writer(tmp_path)
+        command = [sys.executable, "-c", WRITER, str(tmp_path), str(CAPACITY)]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE)
+        lines = iter(child.stdout)
+        first = next(lines)
         # The test varies the moment of death; nothing waits for this timer.
         threading.Timer(random.uniform(0.01, 0.1), child.kill).start()
         pending = (-1, 0)
-        for line in child.stdout:
-            kind, number, size = line.split()
+        for line in chain([first], lines):
+            kind, *words = line.split()
+            number, size = map(int, words)
             if kind == b"?":
-                pending = (int(number), int(size))
+                pending = (number, size)
             else:
-                sizes[int(number)] = int(size)
+                sizes[number] = size
                 pending = (-1, 0)
         assert child.wait() == -signal.SIGKILL
         num_cut += pending[0] >= 0
@@ -71,14 +76,6 @@ def test_acknowledged_objects_are_intact_after_a_kill(tmp_path):
         assert tier.stats.invalid == {}
         tier.close()
     assert num_cut > 0
-
-
-def start_writer(path: Path) -> subprocess.Popen[bytes]:
-    """Start a process that stores objects until it is killed, and wait for its first line."""
-    command = [sys.executable, "-c", WRITER, str(path), str(CAPACITY)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert child.stdout.readline().startswith(b"?")
-    return child
 
 
 def test_concurrent_stores_loads_and_evictions_return_right_bytes(tmp_path):
