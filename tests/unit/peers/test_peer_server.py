@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from lmcache_sidecar.peer_server.service import PeerServerStats
+from lmcache_store.common.sockets import Stream
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.peers import peer as peer_module
 from lmcache_store.tiers.probing import num_leading
@@ -17,6 +18,7 @@ from tests.harness.tiers.peer_rows import (
     PATIENT,
     PREFIX,
     Rows,
+    ask_for,
     command,
     connect,
     is_closed,
@@ -41,6 +43,21 @@ def test_columns_are_read_whole(rows, size):
         wait_until(lambda: not rows.pinned)
     assert server.service.stats == PeerServerStats(read_columns=6)
     assert (tier.stats.hits, tier.stats.misses, tier.stats.invalid) == (6, 0, {})
+
+
+def test_column_is_counted_before_its_bytes_are_sent(rows, monkeypatch):
+    rows.add(1, b"x" * 1000)
+    counts, send_all = [], Stream.send_all
+    with serving(rows) as (server, peer), connect(peer) as connection:
+
+        def count_and_send(stream, buffers):
+            counts.append(server.service.stats.read_columns)
+            send_all(stream, buffers)
+
+        monkeypatch.setattr(Stream, "send_all", count_and_send)
+        connection.sendall(ask_for(0))
+        assert connection.recv(100)
+    assert counts == [1]
 
 
 def test_leading_rows_are_counted(rows):
