@@ -202,8 +202,10 @@ def test_longest_idle_client_is_disconnected_for_a_new_client():
     """Without this rule, as many idle clients as the maximum would block all other clients."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(max_clients=3))
-        idle = [stack.enter_context(dialled(server.port)) for _ in range(3)]
-        wait_until(lambda: len(server._idle) == 3)
+        idle: list[socket.socket] = []
+        while len(idle) < 3:
+            idle.append(stack.enter_context(dialled(server.port)))
+            wait_until(lambda: len(server._idle) == len(idle))
         idle[0].sendall(head(EXIST, "k"))  # the next client is now the longest idle
         assert received(idle[0], 8) == struct.pack("ii", 400, 0)
         wait_until(lambda: len(server._idle) == 3)
@@ -224,7 +226,7 @@ def test_idle_client_is_disconnected_after_idle_seconds():
 def test_incomplete_payloads_share_a_memory_limit():
     size = 1 << 20
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(serving(max_object_bytes=size, timeout_seconds=10))
+        server = stack.enter_context(serving(max_object_bytes=size))
         first, second = (stack.enter_context(dialled(server.port)) for _ in range(2))
         first.sendall(head(PUT, key(1), size))
         wait_until(lambda: server._incomplete.num_free == 0)
