@@ -239,12 +239,22 @@ def test_incomplete_payloads_share_a_memory_limit():
         assert server._incomplete.num_free == size
 
 
-def test_unfinished_put_delays_others_at_most_until_its_timeout():
+def test_unfinished_put_delays_others_at_most_until_its_timeout(monkeypatch):
+    reserved: list[int] = []
+
+    @contextlib.contextmanager
+    def reserve_patiently(num_bytes, _seconds):
+        with reserve(num_bytes, 60.0):
+            reserved.append(num_bytes)
+            yield
+
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(max_object_bytes=100, timeout_seconds=0.2))
+        reserve = server._incomplete.reserve
+        monkeypatch.setattr(server._incomplete, "reserve", reserve_patiently)
         first, second = (stack.enter_context(dialled(server.port)) for _ in range(2))
         first.sendall(head(PUT, key(1), 100))
-        wait_until(lambda: server._incomplete.num_free == 0)
+        wait_until(lambda: reserved)
         second.sendall(head(PUT, key(2), 100) + bytes(100) + head(EXIST, key(2)))
         assert received(second, 8) == struct.pack("ii", 200, 0)
         assert received(first, 1) == b""
