@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lmcache.protocol import ServerMetaMessage
 from lmcache.storage_backend.connector.lm_connector import LMCServerConnector
 from lmcache_store.tiers.circuit import Circuit
+from testing.child_process import free_port
 from tests.harness.library.lm_server import HOST, connected, key, received, serving
 from tests.harness.loops import retried
 from tests.harness.scope import examples
@@ -82,8 +83,8 @@ def test_survives_any_reply_bytes(reply):
 
 
 def test_defect_12_reconnects_to_a_restarted_server():
-    with serving() as server, connected(server) as connector:
-        port = server.port
+    port = free_port()
+    with serving(port=port) as server, connected(server) as connector:
         connector.set(key(1), b"x")
     connector = LMCServerConnector(HOST, port)
     with pytest.raises(ConnectionError):
@@ -106,10 +107,11 @@ def test_defect_12_failed_server_gets_no_requests_until_a_probe():
 
 
 def test_restart_between_two_calls_causes_no_error():
-    with serving() as server:
-        connector = LMCServerConnector(HOST, server.port)
+    port = free_port()
+    with serving(port=port):
+        connector = LMCServerConnector(HOST, port)
         connector.set(key(1), b"x")
-    with serving(port=server.port):
+    with serving(port=port):
         connector.set(key(2), b"y")
         assert connector.get(key(2)) == b"y"
         connector.close()

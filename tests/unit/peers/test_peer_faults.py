@@ -11,7 +11,7 @@ import pytest
 from lmcache_sidecar.peer_server.server import PeerServer
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.remote.address import Endpoint
-from testing.child_process import wait_until
+from testing.child_process import free_port, wait_until
 from tests.harness.tiers.peer_rows import PREFIX, key, load, reading, rows, serving
 
 __all__ = ["rows"]
@@ -99,14 +99,13 @@ def test_silent_peer_delays_a_question_by_the_deadline_only(rows):
         wait_until(is_found)
 
 
-def test_peer_that_starts_again_is_used_again(rows):
+def test_peer_that_starts_later_is_used(rows):
     (object_id,) = rows.add(1, b"x" * 1000)
-    with serving(rows) as (_, peer):
-        pass
-    with reading(peer, timeout_seconds=1.0) as tier:
+    peer = Endpoint("127.0.0.1", free_port())
+    with reading(peer) as tier:
         assert tier.find_each([object_id]) == [False]
         server = PeerServer(rows, PREFIX)
-        server.start("127.0.0.1", peer.port)
+        server.start(*peer)
         try:
             wait_until(lambda: load(tier, object_id, 1000) == b"x" * 1000)
         finally:
