@@ -169,21 +169,18 @@ def test_names_and_fields_that_do_not_exist_are_nil(rows, name, field):
         assert not rows.pinned
 
 
-def test_rate_of_each_peer_is_measured():
-    slow, fast = Rows(), Rows()
-    size, rate = 4 << 20, 8 << 20
-    ids = [slow.add(number, bytes(size))[0] for number in range(3)]
-    (other,) = fast.add(3, bytes(size))
-    with (
-        serving(slow, bytes_per_second=rate) as (_, first),
-        serving(fast) as (_, second),
-        reading(first, second) as tier,
-    ):
+def test_rate_of_each_peer_is_measured(monkeypatch):
+    measured, unmeasured = Rows(), Rows()
+    size, moments = 4 << 20, itertools.count(100.0, 0.5)  # each load takes half a second
+    monkeypatch.setattr(peer_module, "monotonic", lambda: next(moments))
+    ids = [measured.add(number, bytes(size))[0] for number in range(3)]
+    (other,) = unmeasured.add(3, bytes(size))
+    with serving(measured) as (_, first), serving(unmeasured) as (_, second), reading(first, second) as tier:
         assert tier.find_each([*ids, other]) == [True] * 4
         assert tier.rate_of([ids[0].row_key]) == 0.0, "not measured yet"
         for object_id in ids:
             assert load(tier, object_id, size)
-        assert tier.rate_of([each.row_key for each in ids]) == pytest.approx(rate, rel=0.5)
+        assert tier.rate_of([each.row_key for each in ids]) == pytest.approx(size / 0.5)
         assert tier.rate_of([ids[0].row_key, other.row_key]) == 0.0
         assert tier.rate_of([key(9)]) == 0.0
 
