@@ -34,6 +34,10 @@ def medium():
     medium.may_finish.set()
 
 
+HOUR = 3600.0
+"""A pause after which the thread of a circuit does not probe during a test."""
+
+
 class TestCircuit:
     @pytest.fixture(autouse=True)
     def prepared(self, medium):
@@ -45,8 +49,8 @@ class TestCircuit:
         medium.may_finish.set()
         self.circuit.end()
 
-    def make(self, medium, base=0.1) -> Circuit:
-        return Circuit("medium", medium.probe, base=base, cap=0.5, clock=lambda: self.now)
+    def make(self, medium, base=0.1, cap=0.5) -> Circuit:
+        return Circuit("medium", medium.probe, base=base, cap=cap, clock=lambda: self.now)
 
     def test_opens_at_the_first_failure_and_reports_the_next_probe(self):
         assert not self.circuit.is_open
@@ -71,6 +75,8 @@ class TestCircuit:
         assert self.circuit.num_outages == 0
 
     def test_successful_probe_closes_without_resetting_the_backoff(self, medium):
+        self.circuit = self.make(medium, HOUR, 9 * HOUR)
+        self.circuit.subscribe(self.changes.append)
         medium.answers = True
         medium.may_finish.set()
         self.circuit.failure()
@@ -79,7 +85,7 @@ class TestCircuit:
         assert self.circuit.num_outages == 1
         assert self.changes == [True, False]
         self.circuit.failure()
-        assert self.circuit.seconds_to_probe == pytest.approx(0.2)
+        assert self.circuit.seconds_to_probe == pytest.approx(2 * HOUR)
 
     def test_probes_in_the_background_until_the_medium_answers(self, medium):
         circuit = self.make(medium, base=0.001)
@@ -110,7 +116,7 @@ class TestCircuit:
         def probe() -> None:
             raise RuntimeError("a bug")
 
-        circuit = Circuit("medium", probe, clock=lambda: self.now)
+        circuit = Circuit("medium", probe, base=HOUR, cap=HOUR, clock=lambda: self.now)
         for _ in range(9):
             circuit.probe()
         assert [record.levelname for record in caplog.records] == ["ERROR"]
@@ -122,8 +128,7 @@ class TestCircuit:
 
     def test_problem_of_a_probe_replaces_the_earlier_problem_and_is_logged_once(self, medium, caplog):
         medium.may_finish.set()
-        hour = 3600.0  # its own thread does not probe meanwhile
-        circuit = Circuit("medium", medium.probe, base=hour, cap=hour, clock=lambda: self.now)
+        circuit = self.make(medium, HOUR, HOUR)
         for _ in range(3):
             circuit.failure("there is no key")
             assert circuit.problem == "there is no key"
