@@ -148,9 +148,13 @@ async def test_other_tasks_run_during_rendering():
 
 def test_reason_why_a_tier_is_off_is_shown(tmp_path):
     disk = DiskTier(tmp_path, 1 << 20)
+
+    def fail() -> None:  # also for the thread that probes the tier
+        raise OSError(errno.EROFS, "Read-only file system")
+
     try:
-        disk._directory.check = (tmp_path / "gone").rmdir  # the error of its probe
-        disk.health.failure(OSError(errno.EROFS, "Read-only file system"))
+        disk._directory.check = fail
+        assert not disk.health.probe()
         part = tier_part("disk", TierHandle("/disk", disk), None)
     finally:
         disk.close()
