@@ -26,6 +26,7 @@ class Stress:
         self.arena = PrivateArena(Geometry(SLOT_BYTES, 1), num_slots)
         self.store = LocalStore(self.arena)
         self.counts: Counter[str] = Counter()
+        self._counts_by_thread: list[Counter[str]] = []
         self.errors: list[BaseException] = []  # the first error ends the run
         self.num_compared = 0  # number of payloads, approximate: threads share the counter
         self._words = np.frombuffer(self.arena.buffer, np.uint64)
@@ -38,6 +39,8 @@ class Stress:
             thread.start()
         for thread in threads:
             thread.join()
+        for counts in self._counts_by_thread:  # an addition in several threads at once would lose counts
+            self.counts += counts
         if not self.errors:
             self.check_account()
         for error in self.errors:
@@ -66,7 +69,7 @@ class Stress:
                 counts[action.__name__[1:]] += bool(action(rng))
         except BaseException as error:
             self.errors.append(error)
-        self.counts += counts
+        self._counts_by_thread.append(counts)
 
     def _put(self, rng: random.Random) -> bool:
         number, length = rng.randrange(NUM_KEYS), 8 * rng.randint(1, 16 * SLOT_BYTES // 8)
