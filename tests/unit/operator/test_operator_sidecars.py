@@ -13,6 +13,7 @@ import pytest
 from lmcache_operator.reconcile.probe import SidecarProber
 from lmcache_operator.stats import StatsClient
 from testing.child_process import free_port
+from tests.harness import jumping_loop
 from tests.harness.operator.components import ReconciledCluster
 
 GOOD = {"is_ready": True, "not_ready_reason": "", "num_clients": {"attached": 2}, "remote": None}
@@ -183,12 +184,11 @@ def test_changed_number_in_a_reason_does_not_change_the_condition() -> None:
     assert "3 GiB" in rig.polled()[2]
 
 
-def test_prober_limits_concurrency_and_continues_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prober_limits_concurrency_and_continues_with_the_rest() -> None:
     """All but four of 40 sidecars hang.
 
     The next poll starts with the sidecars that were not polled in time.
     """
-    monkeypatch.setattr("lmcache_operator.reconcile.probe._PROBE_SECONDS", 0.05)
     running, max_running, answered = 0, 0, set()
 
     async def ask(address: str) -> Any:
@@ -204,7 +204,7 @@ def test_prober_limits_concurrency_and_continues_with_the_rest(monkeypatch: pyte
             running -= 1
 
     pods = tuple(Rig(*[GOOD] * 40).world.pods.values())
-    probed = asyncio.run(SidecarProber(ask, lambda: 0.0).probe(pods))
+    probed = jumping_loop.run(SidecarProber(ask, lambda: 0.0).probe(pods))
     assert (max_running, running) == (16, 0)
     assert sum(sidecar.answers for sidecar in probed.sidecars) == 4
 
