@@ -1,5 +1,7 @@
 """Resizing of an arena that clients have mapped."""
 
+import threading
+
 import pytest
 
 from lmcache_store.tiers.memory.arena import ArenaFile
@@ -101,15 +103,15 @@ def test_resizes_during_population(shm_path):
     small = arena.rows_within(CAPACITY // 4)
 
     def shrink_once() -> None:
-        if arena.ready_rows > small and not shrunk:
-            shrunk.append(arena.ready_rows)
+        if arena.ready_rows > small and not has_shrunk.is_set():
             arena.resize(CAPACITY // 4)
             arena.release_surplus()
+            has_shrunk.set()
         growing.note_change()
 
-    shrunk: list[int] = []
+    has_shrunk = threading.Event()
     arena.start(shrink_once)
-    growing.wait_for(lambda: bool(shrunk) and growing.taken_bytes() < CAPACITY // 3)
+    growing.wait_for(lambda: has_shrunk.is_set() and growing.taken_bytes() < CAPACITY // 3)
     assert arena.ready_rows == small
     arena.format(Geometry(128 << 10, 1))
     growing.wait_for(lambda: 0 < arena.ready_rows == arena.rows_within(CAPACITY // 4))
