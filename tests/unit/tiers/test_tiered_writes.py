@@ -72,7 +72,7 @@ async def test_hits_refresh_lower_copies_once_per_period(world):
     world.now += REFRESH_SECONDS
     for request in range(5):
         assert world.lookup(chain(2), str(request)).num_resident == 2
-    await until(lambda: world.remote.calls["touch"])
+    await until(lambda: world.remote.touched)
     assert world.remote.touched == dict.fromkeys(chain(2), 1)
 
 
