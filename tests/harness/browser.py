@@ -12,12 +12,23 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, ViewportSize, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    ConsoleMessage,
+    Page,
+    Request,
+    ViewportSize,
+    expect,
+    sync_playwright,
+)
 
 from tools import debian, docs
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 DESKTOP, PHONE = ViewportSize(width=1280, height=900), ViewportSize(width=375, height=800)
+PATIENCE_MS = 60_000
+"""Time that the browser has for each step. By default it has 5 s to draw a diagram or to build the index of
+the search, and less than its usual share of a busy machine."""
 # The theme draws diagrams into closed shadow roots, into which no test can look.
 _OPEN_SHADOW_ROOTS = """
 const attach = Element.prototype.attachShadow
@@ -96,6 +107,7 @@ def served_site(folder: Path) -> Iterator[Site]:
 def headless_browser() -> Iterator[Browser]:
     """Chromium without a window. Root has no other sandbox than the machine."""
     program = shutil.which(chromium())
+    expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         try:
@@ -109,6 +121,7 @@ def visit(browser: Browser, site: Site, viewport: ViewportSize = DESKTOP) -> Ite
     """Open a window with nothing stored. Fails if a page asks another host, or reports an error."""
     with browser.new_context(viewport=viewport) as context:
         context.add_init_script(_OPEN_SHADOW_ROOTS)
+        context.set_default_timeout(PATIENCE_MS)
         page = context.new_page()
         opened = Visit(site, page)
 
