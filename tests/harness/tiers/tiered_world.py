@@ -59,6 +59,7 @@ class FaultyTier:
         self.is_full = False
         self.refused: frozenset[bytes] = frozenset()  # keys of rows that it refuses
         self.num_waiting = 0
+        self._lock = threading.Lock()  # protects the counts: the first count of a name runs Python code
 
     def hold(self, *names: str) -> None:
         """Let these operations wait, until ``open`` is set."""
@@ -66,11 +67,14 @@ class FaultyTier:
         self.open.clear()
 
     def _enter(self, name: str) -> None:
-        self.calls[name] += 1
-        if name in self.held:
-            self.num_waiting += 1
+        is_held = name in self.held
+        with self._lock:
+            self.calls[name] += 1
+            self.num_waiting += is_held
+        if is_held:
             assert self.open.wait(TIMEOUT_SECONDS)
-            self.num_waiting -= 1
+            with self._lock:
+                self.num_waiting -= 1
         if self.is_unhealthy:
             raise self.health.failure("unhealthy")
 
