@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -78,15 +79,18 @@ def test_last_line_names_failures_their_meaning_and_what_did_not_run(tmp_path):
 
 def test_step_is_killed_with_its_children_at_its_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(script(tmp_path, "sleep 1000 & echo $!; wait")))
+    log = tmp_path / "logs" / "facts.log"
+    wait_first_for(lambda: log.read_text().endswith("\n"), monkeypatch)
     step = Step("facts", 1, "what", "meaning")
     assert program.run(step, tmp_path, 100, is_tiny=False).state == LATE
-    wait_for_end((tmp_path / "logs" / "facts.log").read_text().strip())
+    wait_for_end(log.read_text().strip())
 
 
 def test_files_of_a_killed_step_are_removed_and_those_of_other_runs_are_not(tmp_path, monkeypatch, capsys):
     run = tmp_path / tmp_path.name  # unique: other tests run at the same time
     of_another_run = shared_files.FOLDER / f"{shared_files.prefix(run)[:-1]}other"
     left_by_step = shared_files.FOLDER / f"{shared_files.prefix(run)}arena-1"
+    wait_first_for(lambda: (left_by_step / "model").exists(), monkeypatch)
     commands = f"trap '' TERM; mkdir {left_by_step}; touch {left_by_step}/model; while true; do sleep 1; done"
     monkeypatch.setattr(sys, "executable", str(script(tmp_path, commands)))
     monkeypatch.setattr(program, "_STOP_SECONDS", 0.1)
@@ -145,8 +149,9 @@ def test_run_without_tests_is_a_problem(tmp_path, status, least, problem):
     assert results.problems(results.read(tmp_path, "tests"))[0].what.startswith(problem)
 
 
-def test_tests_that_hang_are_killed_and_named(tmp_path):
-    process = ["sh", "-c", "sleep 1000 & echo $! > child; wait"]
+def test_tests_that_hang_are_killed_and_named(tmp_path, monkeypatch):
+    process = ["sh", "-c", "sleep 1000 & echo $! > part; mv part child; wait"]
+    wait_first_for(lambda: (tmp_path / "child").exists(), monkeypatch)
     with mock.patch.object(tests_step, "ROOT", tmp_path):
         assert tests_step._status(process, dict(os.environ), 1.0) is None
     wait_for_end((tmp_path / "child").read_text().strip())
@@ -178,11 +183,12 @@ def test_memory_limit_of_the_container_bounds_files_in_shared_memory():
 
 
 def test_process_that_hangs_or_has_ended_is_killed_and_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(facts, "_ANSWER_SECONDS", 1.0)
     monkeypatch.setattr(sys, "executable", str(script(tmp_path, "echo '{}'; exec sleep 1000")))
     importer = facts.Importer()
-    with pytest.raises(facts.NoAnswerError, match="no answer within 1 s"):
-        importer.open(b"handle")
+    with monkeypatch.context() as patch:
+        patch.setattr(facts, "_ANSWER_SECONDS", 1.0)
+        with pytest.raises(facts.NoAnswerError, match="no answer within 1 s"):
+            importer.open(b"handle")
     assert importer._process.returncode is not None
     monkeypatch.setattr(sys, "executable", str(script(tmp_path, "exit 1")))
     with pytest.raises(RuntimeError, match="could not be started: it has ended"):
@@ -200,6 +206,17 @@ def test_answer_is_wrong_only_if_its_logit_is_clearly_below_the_best():
     assert [library.logit_gap(logits, token) <= library._MAX_LOGIT_GAP for token in range(4)] == [
         *(False, True, True, False)
     ]
+
+
+def wait_first_for(condition, monkeypatch):
+    """Let a process do something before the time begins in which it is waited for."""
+    wait = subprocess.Popen.wait
+
+    def wait_late(process, timeout=None):
+        wait_until(condition)
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_late)
 
 
 def wait_for_end(pid):
