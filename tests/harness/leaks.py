@@ -69,7 +69,7 @@ class Resources(NamedTuple):
                 if not t.name.startswith(_LIBRARY_THREADS)
             ),
             Counter(_children()),
-            Counter(filter(os.path.exists, _shared_memory)),
+            Counter(filter(os.path.exists, tuple(_shared_memory))),  # threads may add some
         )
 
     def beyond(self, other: Resources) -> dict[str, list[str]]:
@@ -209,11 +209,14 @@ class LeakGuard:
 def remaining_after(allowed: Resources, patience_seconds: float) -> dict[str, list[str]]:
     """Wait for resources that are about to end, and return those beyond ``allowed``."""
     deadline = time.monotonic() + patience_seconds
-    if not (left := Resources.held().beyond(allowed)):
-        return left
-    gc.collect()  # a reference cycle may hold a client of redis-py and its socket
-    while (left := Resources.held().beyond(allowed)) and time.monotonic() < deadline:
-        threading.Event().wait(0.05)
+    left = Resources.held().beyond(allowed)
+    while left:
+        # A reference cycle may hold a client of redis-py and its socket, also of a thread that just ended.
+        gc.collect()
+        left = Resources.held().beyond(allowed)
+        if time.monotonic() > deadline:
+            break
+        threading.Event().wait(0.05 if left else 0)
     return left
 
 

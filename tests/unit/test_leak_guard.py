@@ -1,5 +1,6 @@
 """Leak guard of the test suite: modules that leave resources open fail, others pass."""
 
+import gc
 import os
 import select
 import shutil
@@ -86,9 +87,9 @@ def run(pytester, monkeypatch):
     monkeypatch.setattr(pytester, "make_hook_recorder", lambda _: SimpleNamespace())
     with ExitStack() as stack:
 
-        def run_module(body, opener=open_sockets, *, max_descriptors=100_000):
+        def run_module(body, opener=open_sockets, *, max_descriptors=100_000, patience_seconds=0.2):
             pytester.makepyfile(test_sample=body)
-            guard = leaks.LeakGuard(patience_seconds=0.2, max_descriptors=max_descriptors)
+            guard = leaks.LeakGuard(patience_seconds, max_descriptors)
             options = ("-p", "no:cacheprovider", "-p", "no:xdist", "--capture=sys", "--import-mode=importlib")
             return pytester.runpytest_inprocess(*options, plugins=[guard, fixtures(opener, stack)])
 
@@ -102,6 +103,32 @@ def test_fails_leaking_modules_and_names_the_test(run, left):
     result.assert_outcomes(passed=3, errors=1)
     result.stdout.fnmatch_lines([f"*test_sample.py leaves behind: {left}(opened during test_middle)*"])
     result.stdout.no_fnmatch_line("*opened during test_[!m]*")
+
+
+def test_frees_what_a_thread_leaves_that_ends_during_the_wait(run, monkeypatch):
+    collect, has_sockets, has_collected = gc.collect, threading.Event(), threading.Event()
+
+    def collect_and_note() -> int:
+        number = collect()
+        has_collected.set()
+        return number
+
+    def hold() -> None:
+        cycle: list[object] = [*socket.socketpair()]
+        cycle.append(cycle)
+        has_sockets.set()
+        has_collected.wait(60)
+
+    def start(_: ExitStack) -> None:
+        threading.Thread(target=hold).start()
+        assert has_sockets.wait(60)
+
+    monkeypatch.setattr(gc, "collect", collect_and_note)
+    gc.disable()
+    try:
+        run("def test_sample(leak): leak()", start, patience_seconds=60).assert_outcomes(passed=1)
+    finally:
+        gc.enable()
 
 
 def test_fails_the_module_after_which_the_process_has_too_many_descriptors_of_any_kind(run, pytester):
