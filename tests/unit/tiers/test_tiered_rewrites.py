@@ -73,11 +73,9 @@ async def test_row_with_unhealthy_store_does_not_block_other_rows(world):
     store = world.remote.store
 
     def fail_for_bad_key(object_id, *rest):
-        world.remote.is_unhealthy = object_id.row_key == bad_key
-        try:
-            return store(object_id, *rest)
-        finally:
-            world.remote.is_unhealthy = False
+        if object_id.row_key == bad_key:
+            raise world.remote.health.failure("unhealthy")
+        return store(object_id, *rest)
 
     world.remote.store = fail_for_bad_key
     world.put(chain(4))
