@@ -13,6 +13,7 @@ from lmcache_store.tiers.base import ObjectId, StoredId
 from lmcache_store.tiers.circuit import Circuit
 from lmcache_store.tiers.disk import file_formats as disk_formats
 from lmcache_store.tiers.disk import files as disk_files
+from lmcache_store.tiers.disk import tier as disk_tier
 from lmcache_store.tiers.disk.files import path_of
 from lmcache_store.tiers.disk.tier import DiskTier
 from lmcache_store.tiers.encryption.pieces import stored_key
@@ -81,6 +82,12 @@ def failing(function: str, error: int) -> Iterator[None]:
     broken = _Os(function, error)
     with mock.patch.object(disk_files, "os", broken), mock.patch.object(disk_formats, "os", broken):
         yield
+
+
+@pytest.fixture(autouse=True)
+def patient_stores(monkeypatch):
+    """Let stores wait a minute for the index of a new tier. After a second, they would be refused."""
+    monkeypatch.setattr(disk_tier, "_MAX_WAIT_SECONDS", 60.0)
 
 
 @pytest.fixture

@@ -6,6 +6,9 @@ from lmcache.storage_backend import remote_backend
 from lmcache.storage_backend.local_backend import LMCLocalBackend, LMCLocalDiskBackend
 from tests.harness.library.dict_connector import DictConnector
 from tests.harness.library.kv_cache import FORMATS, make_config, make_pool
+from tests.harness.tiers.disk_world import patient_stores
+
+__all__ = ["patient_stores"]
 
 REMOTE = {"remote_url": "lm://localhost:1", "remote_serde": "safetensor"}
 KINDS = {

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.harness.tiers.disk_restarts import restartable_tier
-from tests.harness.tiers.disk_world import no_prober, volume
+from tests.harness.tiers.disk_world import no_prober, patient_stores, volume
 
-__all__ = ["no_prober", "volume"]
+__all__ = ["no_prober", "patient_stores", "volume"]
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 
 import pytest
 
@@ -62,8 +61,7 @@ def test_objects_removed_during_the_scan_are_not_counted(tmp_path, tier, may_fin
     assert tier.used_bytes == taken_bytes(tmp_path) == 2 * PAGE
 
 
-def test_stores_wait_for_the_index(tier, may_finish, monkeypatch):
-    monkeypatch.setattr(tier, "_wait_ends", time.monotonic() + 60)
+def test_stores_wait_for_the_index(tier, may_finish):
     threading.Timer(0.05, may_finish.set).start()
     assert store(tier, 3)
     assert tier.used_bytes == 6 * PAGE
