@@ -79,6 +79,7 @@ def world(monkeypatch, give_module):
 
     give_module(STORAGE, HiCacheStorage=Storage, PoolTransferResult=SimpleNamespace)
     monkeypatch.delitem(sys.modules, "lmcache_client.sglang.backend", raising=False)
+    monkeypatch.setattr(TIMING, "start_seconds", 60.0)
     monkeypatch.setattr(support, "check_version", lambda: None)
     monkeypatch.setattr(weights, "install", install)
     monkeypatch.setattr(weights, "WATCH", state.watch)
