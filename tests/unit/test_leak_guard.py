@@ -6,6 +6,7 @@ import select
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 from collections import Counter
@@ -103,6 +104,17 @@ def test_fails_leaking_modules_and_names_the_test(run, left):
     result.assert_outcomes(passed=3, errors=1)
     result.stdout.fnmatch_lines([f"*test_sample.py leaves behind: {left}(opened during test_middle)*"])
     result.stdout.no_fnmatch_line("*opened during test_[!m]*")
+
+
+def test_allows_connections_to_a_listener_of_a_library(run):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dial = f"import socket; socket.create_connection(('127.0.0.1', {listener.getsockname()[1]}))"
+
+        def accept(stack: ExitStack) -> None:
+            subprocess.run([sys.executable, "-c", dial], check=True)
+            stack.enter_context(listener.accept()[0])
+
+        run("def test_sample(leak): leak()", accept).assert_outcomes(passed=1)
 
 
 def test_frees_what_a_thread_leaves_that_ends_during_the_wait(run, monkeypatch):
