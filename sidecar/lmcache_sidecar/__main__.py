@@ -51,6 +51,8 @@ def _supervise(arguments: list[str]) -> int:
     while True:
         began = time.monotonic()
         is_stopped, status = _run(argv)
+        if is_stopped and -status in _SIGNALS:  # it arrived before the sidecar handled signals
+            return 0
         if is_stopped or status in (0, _CAN_NOT_RUN):
             return status if status >= 0 else 128 - status
         if time.monotonic() - began > _GOOD_SECONDS:

@@ -136,6 +136,7 @@ def test_sigterm_ends_a_sidecar_that_waits_for_its_restart(supervised):
 
 
 BROKEN = "raise ImportError('no such library')"
+HUNG = "import sys, threading; print('imported', file=sys.stderr, flush=True); threading.Event().wait()"
 FLOOD = """
 import socket, sys, threading
 def connect():
@@ -150,21 +151,37 @@ threading.Event().wait()
 """
 
 
-def test_sidecar_that_dies_before_it_listens_answers_probes(tmp_path):
-    """Otherwise the kubelet ends the container and marks the pod as not ready, for up to five minutes."""
-    (tmp_path / "grpc.py").write_text(BROKEN)
-    port = free_port()
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), *sys.path])
+@contextlib.contextmanager
+def supervised_import(folder: Path, code: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The parent of a sidecar that runs ``code`` when it imports gRPC. The output of both is in ``log``."""
+    (folder / "grpc.py").write_text(code)
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", ""), *sys.path])
     environment = os.environ | {"LMCACHE_STAY_UP": "true", "LMCACHE_HTTP_PORT": f"{port}", "PYTHONPATH": path}
-    log = tmp_path / "log"
-    with log.open("wb") as errors:
+    with (folder / "log").open("wb") as errors:
         command = [sys.executable, "-m", "lmcache_sidecar", "serve"]
         parent = subprocess.Popen(command, env=environment, stderr=errors)
+    try:
+        yield parent
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+def test_sigterm_ends_a_sidecar_that_does_not_handle_signals_yet(tmp_path):
+    with supervised_import(tmp_path, HUNG, free_port()) as parent:
+        wait_until(lambda: "imported" in (tmp_path / "log").read_text())
+        parent.terminate()
+        assert parent.wait(timeout=60) == 0
+
+
+def test_sidecar_that_dies_before_it_listens_answers_probes(tmp_path):
+    """Otherwise the kubelet ends the container and marks the pod as not ready, for up to five minutes."""
+    port = free_port()
 
     def num_ends() -> int:
-        return log.read_text().count("the sidecar ended with exit status 1: restarting it")
+        return (tmp_path / "log").read_text().count("the sidecar ended with exit status 1: restarting it")
 
-    try:
+    with supervised_import(tmp_path, BROKEN, port) as parent:
         for number in (1, 2, 3):
             wait_until(lambda number=number: num_ends() >= number, timeout=60)
             wait_until(lambda: ask(port, "/healthz") == (200, "ok\n"), timeout=60)
@@ -179,9 +196,6 @@ def test_sidecar_that_dies_before_it_listens_answers_probes(tmp_path):
         finally:
             flood.kill()
             flood.wait()
-    finally:
-        parent.kill()
-        parent.wait()
 
 
 def test_sidecar_ends_with_its_parent(supervised):
