@@ -77,7 +77,8 @@ class HttpServer:
         """Listen and return the port. An empty host means every address of IPv4 and IPv6. Raises OSError."""
         self._listener = listen(host, port)
         self._listener.setblocking(False)
-        self._keep_spare()
+        with contextlib.suppress(OSError):  # then the first connection that ends leaves its descriptor
+            self._spare = os.dup(self._listener.fileno())
         self._watch(self._listener)
         chosen: int = self._listener.getsockname()[1]
         return chosen
@@ -111,34 +112,35 @@ class HttpServer:
         connection.setblocking(False)
         task = asyncio.get_running_loop().create_task(self._serve(connection))
         self._connections[task] = None
-        task.add_done_callback(self._note_end)
+        task.add_done_callback(lambda task: self._end(task, connection))
         # A cancelled connection counts until it ends. Close all that exceed the limit, not only one.
         self._close_oldest(len(self._connections) - _MAX_CONNECTIONS)
 
     def _free_descriptor(self, listener: socket.socket) -> None:
         """Free a descriptor for the waiting connection. Logs nothing, because this may happen often."""
-        loop = asyncio.get_running_loop()
         if self._connections:
             self._close_oldest(1)
         elif self._spare >= 0:
             self._free_spare()
+            self._accept(listener)  # before another thread takes the descriptor
         else:
-            loop.remove_reader(listener)
-            loop.call_later(_PAUSE_SECONDS, self._watch, listener)
+            asyncio.get_running_loop().remove_reader(listener)
+            asyncio.get_running_loop().call_later(_PAUSE_SECONDS, self._watch, listener)
 
     def _close_oldest(self, number: int) -> None:
         for connection in itertools.islice(self._connections, max(0, number)):
             connection.cancel()
 
-    def _note_end(self, connection: asyncio.Task[None]) -> None:
-        del self._connections[connection]
-        if self._listener is not None:
-            self._keep_spare()
+    def _end(self, task: asyncio.Task[None], connection: socket.socket) -> None:
+        """Close a connection. Its descriptor becomes the spare if there is none.
 
-    def _keep_spare(self) -> None:
-        if self._spare < 0:
-            with contextlib.suppress(OSError):  # tried again when the next connection ends
-                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        If it were free in between, gRPC would take it, and no other would become free for the next probe.
+        """
+        del self._connections[task]
+        if self._spare < 0 and self._listener is not None:
+            self._spare = os.dup2(self._listener.fileno(), connection.detach(), inheritable=False)
+        else:
+            connection.close()
 
     def _free_spare(self) -> None:
         if self._spare >= 0:
@@ -147,7 +149,7 @@ class HttpServer:
 
     async def _serve(self, connection: socket.socket) -> None:
         """Answer the one request of a connection, within a time limit."""
-        with connection, contextlib.suppress(OSError, asyncio.TimeoutError):
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
             await asyncio.wait_for(self._respond(connection), TIMING.page_seconds)
 
     async def _respond(self, connection: socket.socket) -> None:

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import http.client
+import os
+import resource
 import socket
 import struct
 import time
@@ -167,6 +169,38 @@ async def test_flood_of_connections_uses_a_bounded_number_of_descriptors():
                 max_connections = max(max_connections, len(server._connections))
         await server.stop()
     assert 32 < max_connections < 40
+
+
+@in_a_loop
+async def test_probes_are_answered_while_another_part_takes_each_free_descriptor():
+    """gRPC does so when more clients wait than the process can have descriptors."""
+    server, loop = HttpServer({"/healthz": _healthy_page}), asyncio.get_running_loop()
+    port, is_over = server.start("127.0.0.1", 0), False
+    clients = [socket.socket() for _ in range(3)]
+    former = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = 10 + max(map(int, os.listdir("/proc/self/fd")))
+    with contextlib.ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, former[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, former)
+
+        def take() -> None:
+            if not is_over:
+                with contextlib.suppress(OSError):  # no descriptor is left
+                    while True:
+                        stack.callback(os.close, os.dup(0))
+                loop.call_soon(take)
+
+        take()
+        async with asyncio.timeout(60):
+            for client in map(stack.enter_context, clients):
+                client.setblocking(False)
+                await loop.sock_connect(client, ("127.0.0.1", port))
+                await loop.sock_sendall(client, b"GET /healthz HTTP/1.0\r\n\r\n")
+                while not (received := await loop.sock_recv(client, 4096)).endswith(b"well\n"):
+                    assert received
+                client.close()
+        is_over = True
+    await server.stop()
 
 
 @in_a_loop
