@@ -77,7 +77,8 @@ def test_pod_without_the_password_reads_nothing(tmp_path):
             (server,) = reader.stats()["peers"]["servers"]
             assert "WRONGPASS" in server["problem"]
         assert pods.sidecars[0].stats()["peer_server"]["read_columns"] == 0
-        assert pods.sidecars[0].stats()["peer_server"]["refused_connections"]
+        # The server counts a refusal after it has answered.
+        pods.sidecars[0].wait_until(lambda stats: stats["peer_server"]["refused_connections"])
 
 
 def test_pages_are_read_over_tls(tmp_path):
