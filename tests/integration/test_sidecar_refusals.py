@@ -122,8 +122,11 @@ def busy_client():
 
 
 def state_of(sidecar: SidecarProcess) -> dict[str, object]:
-    """Statistics without the time, and without the background work and detached clients of earlier tests."""
-    stats = sidecar.stats()
+    """Statistics without the time, and without the background work and detached clients of earlier tests.
+
+    The sidecar may still have to notice that a client of the test before has left.
+    """
+    stats = sidecar.wait_until(lambda stats: stats if stats["num_clients"]["attached"] == 1 else None)
     del stats["pending_work"]
     del stats["time"], stats["uptime_seconds"], stats["num_clients"], stats["benefit"]["tier_byte_seconds"]
     stats["clients"] = [client for client in stats["clients"] if client["is_attached"]]
