@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 BINARY = os.environ.get("LMCACHE_TEST_SERVER", "redis-server")
 _SIDECAR = ("-m", "lmcache_sidecar")
+STARTED = re.compile(r"(?:LMCache sidecar|can't run).* http port (\d+)")
+"""Lines of a sidecar's log that end its start."""
 _fork_server = fork_server.ForkServer(
     "testing.imported",
     lambda: {"PYTHONPATH": SOURCES, "OPENBLAS_NUM_THREADS": "1"},
@@ -233,8 +235,12 @@ class SidecarProcess(Server):
         wait_until(self._listens, timeout=timeout, what="the sidecar listens")
 
     def _listens(self) -> bool:
+        """Whether the start has ended: the sidecar serves, or stays up although it cannot.
+
+        A sidecar whose files open slowly serves its pages earlier, with few figures.
+        """
         self.check()
-        if match := re.search(r"http port (\d+)", self.log):
+        if match := STARTED.search(self.log):
             self.http_port = int(match[1])
         return bool(match)
 
