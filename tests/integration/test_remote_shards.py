@@ -15,7 +15,7 @@ import pytest
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.errors import TierUnavailableError
 from lmcache_store.tiers.probing import num_leading
-from lmcache_store.tiers.remote.address import Address, parse_endpoints
+from lmcache_store.tiers.remote.address import parse_endpoints
 from lmcache_store.tiers.remote.tier import RemoteTier
 from lmcache_store.tiers.remote.topology import ShardList
 from testing.child_process import wait_until
@@ -141,7 +141,7 @@ def test_servers_report_their_usage_and_residence(servers):
     now, numbers = [0.0], range(60)
     servers[0].client.config_set("maxmemory", 4 << 20)
     servers[0].client.config_set("maxmemory-policy", "allkeys-lru")
-    remote = RemoteTier(Address.parse(f"redis://{','.join(map(name_of, servers[:2]))}"), clock=lambda: now[0])
+    remote = tier_of(f"redis://{','.join(map(name_of, servers[:2]))}", clock=lambda: now[0])
     assert remote.used_bytes is None
     remote.check()
     used_bytes_empty = remote.used_bytes
