@@ -3,15 +3,8 @@
 import pytest
 
 from testing.certificates import make_certificates
-from testing.deadlines import CALLS
 from testing.peers import PeerSidecars
-from tests.harness.client.blocking import PAGE_TOKENS, PageEngine, patient_calls, wait_released
-
-DEADLINES = CALLS
-
-__all__ = ["patient_calls"]
-
-pytestmark = pytest.mark.usefixtures("patient_calls")
+from tests.harness.client.blocking import PAGE_TOKENS, PageEngine, wait_released
 
 PAGES = range(6)
 

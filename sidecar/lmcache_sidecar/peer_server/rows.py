@@ -19,8 +19,6 @@ from lmcache_store.tiers.tiered.store import TieredStore
 T = TypeVar("T")
 
 TIER_NAME = "peers"
-_OFFER_SECONDS = 1.0
-"""Longest time to read a row that another pod offers. By default, that pod waits as long."""
 
 
 class PinnedMemoryRow:
@@ -90,9 +88,8 @@ class PeerRows:
             store = self._store()
             if store is None or self._tier is None:
                 return False
-            if not self._tier.note_offer(key, store.memory.arena.table.num_columns, endpoint):
-                return False
-            return await store.take_over(key, length, TIER_NAME)
+            is_known = self._tier.note_offer(key, store.memory.arena.table.num_columns, endpoint)
+            return is_known and await store.take_over(key, length, TIER_NAME)
 
         try:
             (endpoint,) = parse_endpoints([peer])
@@ -105,7 +102,7 @@ class PeerRows:
             taking.close()
             return False
         try:
-            return result.result(_OFFER_SECONDS)
+            return result.result(TIMING.peer_offer_seconds)
         except (NotYet, CancelledError):
             result.cancel()
             return False

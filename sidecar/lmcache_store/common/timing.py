@@ -67,6 +67,8 @@ class Timing:
     """Time until another pod reads the next piece of a row. Until then, the row stays in memory."""
     peer_turn_seconds: float = 2.0
     """Time until the event loop finds a row for a peer. Then the row counts as absent."""
+    peer_offer_seconds: float = 1.0
+    """Time until a row that another pod offers is read. By default, that pod waits as long."""
 
     def read(self, text: str) -> None:
         """Set the deadlines in ``text``, such as ``copy_seconds=0.5,hold_seconds=9``, others to standard.
