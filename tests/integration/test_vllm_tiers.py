@@ -38,6 +38,7 @@ def make_prompt(seed):
 
 def compute(engine, sidecar, prompt):
     """Run a new prompt, and wait until its chunks are in Redis."""
+    sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])  # those of other prompts
     num_written_before = sidecar.stats()["remote"]["written"]
     (computed,) = engine.generate(prompt)
     assert computed.num_cached_tokens == 0
