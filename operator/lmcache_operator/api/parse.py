@@ -6,6 +6,7 @@ render`` has no API server, and because an object may be older than the CRD.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import reprlib
 import typing
@@ -63,6 +64,8 @@ class Cluster:
     """Name of the cluster whose router reads the KV events of these pods, which only compute prompts; empty:
     none."""
     chosen: Sizes = AS_DECLARED
+    default_images: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Default images that the StatefulSet of the engine pods records, by container; empty: no record."""
 
     @property
     def memory_bytes(self) -> int:

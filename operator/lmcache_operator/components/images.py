@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import Any
 
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.specs import Images, Object, names
@@ -15,11 +14,12 @@ def recorded(images: Images) -> dict[str, str]:
     return {names.DEFAULT_IMAGES: json.dumps(images, sort_keys=True)}
 
 
-def recorded_in(live: Object | None) -> dict[str, Any]:
+def recorded_in(live: Object | None) -> Images:
     """The recorded default images of an existing object; empty if there is no valid record."""
+    record: Images = {}
     with contextlib.suppress(ValueError, TypeError, KeyError):
-        return dict(json.loads(names.annotations_of(live)[names.DEFAULT_IMAGES])) if live else {}
-    return {}
+        record = dict(json.loads(names.annotations_of(live)[names.DEFAULT_IMAGES])) if live else {}
+    return {name: image for name, image in record.items() if isinstance(image, str)}
 
 
 def default_image(cluster: Cluster, live: Object | None, container: str, present: str) -> str:
@@ -28,4 +28,4 @@ def default_image(cluster: Cluster, live: Object | None, container: str, present
     With ``spec.images.policy`` Follow, it is always the operator's present default.
     """
     keeps = cluster.spec.images.policy != "Follow"
-    return str(recorded_in(live).get(container, present)) if keeps else present
+    return recorded_in(live).get(container, present) if keeps else present

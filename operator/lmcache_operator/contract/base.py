@@ -235,8 +235,11 @@ class Component(ABC):
         """Whether the component's status comes from the other LMCacheClusters that use this one."""
         return False
 
-    def with_chosen_sizes(self, cluster: Cluster, observed: Observed) -> Cluster:
-        """The cluster with the sizes that autoscaling chose. By default the declared sizes."""
+    def with_records(self, cluster: Cluster, observed: Observed) -> Cluster:
+        """The cluster with what the component's own objects record. By default nothing is added.
+
+        The status is no such record, because other users may be allowed to write it.
+        """
         return cluster
 
     @abstractmethod

@@ -26,7 +26,7 @@ def plan(
     try:
         cluster = parse(resource)
         for component in components:
-            cluster = component.with_chosen_sizes(cluster, observed[component.name])
+            cluster = component.with_records(cluster, observed[component.name])
         for component in components:
             name = component.name
             try:

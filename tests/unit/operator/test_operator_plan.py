@@ -102,20 +102,28 @@ def test_image_in_the_spec_is_not_recorded_as_default() -> None:
     assert json.loads(written["metadata"]["annotations"]["lmcache.io/default-images"]) == IMAGES
 
 
-@pytest.mark.parametrize("lost", ["record", "unreadable", "a list", "StatefulSet"])
-def test_images_are_restored_when_their_record_is_lost(lost: str) -> None:
+@pytest.mark.parametrize(
+    "record",
+    [None, "edited", "[1]", '{"engine": 1}', "no StatefulSet"],
+)
+def test_lost_record_of_images_is_replaced_by_the_defaults(record: str | None) -> None:
     world = settled_world()
     world.resource["status"] = status_of(world)
-    if lost == "StatefulSet":  # the StatefulSet was deleted without its pods
+    if record == "no StatefulSet":  # it was deleted without its pods
         del world.objects[STATEFUL_SET]
     else:
-        value = {"record": None, "unreadable": "edited", "a list": "[1]"}[lost]
-        world.edit(STATEFUL_SET, "metadata", "annotations", "lmcache.io/default-images", value=value)
-    due = plan(observe(world), NEWER)
-    ((written),) = due.apply
-    assert json.loads(written["metadata"]["annotations"]["lmcache.io/default-images"]) == IMAGES
-    assert written["spec"]["template"]["spec"]["containers"][0]["image"] == IMAGES["engine"]
-    assert not due.num_outdated
+        world.edit(STATEFUL_SET, "metadata", "annotations", "lmcache.io/default-images", value=record)
+    ((written),) = plan(observe(world), NEWER).apply
+    assert json.loads(written["metadata"]["annotations"]["lmcache.io/default-images"]) == NEWER
+    assert written["spec"]["template"]["spec"]["containers"][0]["image"] == NEWER["engine"]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_status_decides_no_image(is_new: bool) -> None:
+    """Other users than the operator may be allowed to write the status."""
+    world = World(cluster()) if is_new else settled_world()
+    world.resource["status"] = {"images": {"engine": "attacker/engine:1", "sidecar": "attacker/sidecar:1"}}
+    assert "attacker" not in str(plan(observe(world), NEWER))
 
 
 # -- replacing pods

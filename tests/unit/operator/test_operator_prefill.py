@@ -10,6 +10,7 @@ from lmcache_operator.api.documents import dump
 from lmcache_operator.api.parse import parse, written
 from lmcache_operator.components.engine.engine import Engine, spec_hash
 from lmcache_operator.components.router.router import Routing
+from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import STOCK_IMAGES
 from tests.harness.operator.model import cluster
@@ -85,9 +86,14 @@ def test_tiers_are_those_of_the_parent(tiers: dict[str, Any], expected: Any) -> 
 
 
 def test_prefill_pods_get_the_images_of_the_other_pods() -> None:
-    rig = Rig(**with_prefill())
     former = {"engine": "vllm:former", "sidecar": "sidecar:former"}
-    rig.world.resource["status"] = {"images": former}
+    rig = Rig(**with_prefill())
+    rig.context = Context(former)
+    rig.restart_operator()
+    rig.world.resource["status"] = {"images": {"engine": "attacker/x:1", "sidecar": "attacker/x:1"}}
+    rig.settle()
+    rig.context = CONTEXT
+    rig.restart_operator()
     rig.settle()
     assert {name: rig.child["spec"][name]["image"] for name in former} == former
     rig.change(images={"policy": "Follow"})

@@ -155,7 +155,8 @@ def test_sidecar_of_sglang_sees_no_gpus(gpu: dict[str, Any], allow_all_gpus: boo
 def test_upgrade_of_the_operator_keeps_the_image_of_sglang() -> None:
     world = settled_world(engine=SGLANG)
     later = CONTEXT._replace(engine_images={"SGLang": "sglang:next"})
-    plan = Engine().plan(parse(world.resource), observe(world), later)
+    observed = observe(world)
+    plan = Engine().plan(Engine().with_records(parse(world.resource), observed), observed, later)
     assert (plan.apply, plan.evict) == ((), ())
     assert plan.fields["images"]["engine"] == SGLANG_API.image
     assert "engine sglang:next" in plan.fields["images"]["message"]

@@ -29,7 +29,7 @@ class Autoscaling(Component):
     kinds = ("ConfigMap",)
     renders_from_spec_only = False
 
-    def with_chosen_sizes(self, cluster: Cluster, observed: Observed) -> Cluster:
+    def with_records(self, cluster: Cluster, observed: Observed) -> Cluster:
         """Return the cluster with the chosen sizes, limited to the present bounds.
 
         If the declared size changed since the choice, it replaces the choice. The ConfigMap has precedence

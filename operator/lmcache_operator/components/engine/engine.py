@@ -52,6 +52,10 @@ class Engine(Component):
         """Name of the cluster that a feature uses; empty: none. At most one feature can refer to one."""
         return next(filter(None, (feature.referred(resource) for feature in FEATURES)), "")
 
+    def with_records(self, cluster: Cluster, observed: Observed) -> Cluster:
+        """The cluster with the default images that were recorded when the StatefulSet was created."""
+        return replace(cluster, default_images=recorded_in(_stateful_set(observed)))
+
     def render(self, cluster: Cluster, context: Context) -> list[Object]:
         """The children that the spec asks for, in the order of ``refs``; none without ``spec.engine``."""
         if cluster.spec.engine is None:
@@ -88,11 +92,11 @@ class Engine(Component):
         """
         if cluster.spec.engine is None:
             return Plan()
-        live = observed.children.get(Ref("StatefulSet", names.object_name(cluster.name, self.name)))
+        live = _stateful_set(observed)
         for feature in FEATURES:
             feature.check_change(observed, live)
         present = context.images_for(cluster)
-        images = _default_images(cluster, observed, live, present)
+        images = _default_images(cluster, present)
         wanted = self._children(cluster, context, images)
         due, stateful_set = differences(wanted, observed), wanted[-1]
         template = stateful_set["spec"]["template"]
@@ -130,19 +134,20 @@ class Engine(Component):
         return engine_status(observed, plan) if has_engine else ComponentStatus()
 
 
-def _default_images(cluster: Cluster, observed: Observed, live: Object | None, images: Images) -> Images:
+def _stateful_set(observed: Observed) -> Object | None:
+    return observed.children.get(Ref("StatefulSet", names.object_name(observed.name, names.ENGINE)))
+
+
+def _default_images(cluster: Cluster, present: Images) -> Images:
     """Default images of a cluster, for containers whose image the user leaves open.
 
     The operator records its defaults when it creates the StatefulSet. An upgrade of the operator therefore
     changes no image of an existing cluster, unless ``spec.images.policy`` is Follow. If the record is lost,
-    because the StatefulSet was deleted or edited, ``status.images`` holds the images of the pods.
+    because the StatefulSet was deleted or edited, the pods get the present defaults.
     """
     if cluster.spec.images.policy == "Follow":
-        return images
-    in_use = (observed.resource.get("status") or {}).get("images") or {}
-    known = {name: image for name, image in in_use.items() if not _named_images(cluster).get(name)}
-    known |= recorded_in(live)
-    return images | {name: known[name] for name in images if isinstance(known.get(name), str)}
+        return present
+    return {name: cluster.default_images.get(name, image) for name, image in present.items()}
 
 
 def _images_in_use(cluster: Cluster, recorded: Images, present: Images) -> Object:
@@ -156,11 +161,8 @@ def _images_in_use(cluster: Cluster, recorded: Images, present: Images) -> Objec
 
 def resolved_images(cluster: Cluster, default_images: Images) -> Images:
     """The images of a cluster's containers."""
-    return {name: image or default_images[name] for name, image in _named_images(cluster).items()}
-
-
-def _named_images(cluster: Cluster) -> dict[str, str | None]:
-    return {names.ENGINE: cluster.engine.image, names.SIDECAR: cluster.spec.sidecar.image}
+    named = {names.ENGINE: cluster.engine.image, names.SIDECAR: cluster.spec.sidecar.image}
+    return {name: image or default_images[name] for name, image in named.items()}
 
 
 def spec_hash(cluster: Cluster, default_images: Images) -> str:

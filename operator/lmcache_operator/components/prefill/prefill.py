@@ -41,12 +41,11 @@ class PrefillPods(Component):
     def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
         """Write the LMCacheCluster if it changed. Delete it when no router pod uses prefill pods any more.
 
-        It gets the images that the parent's pods have. Otherwise the defaults of a later operator could give
-        it another version of the engine, which might not load KV of the parent's engines.
+        It gets the images that the parent's StatefulSet records. Otherwise the defaults of a later operator
+        could give it another version of the engine, which might not load KV of the parent's engines.
         """
-        in_use = dig(observed.resource, "status", "images")
-        keeps = cluster.spec.images.policy == "Keep" and isinstance(in_use, dict)
-        due = differences(_objects(cluster, in_use if keeps else {}, context), observed)
+        images = dict(cluster.default_images) if cluster.spec.images.policy == "Keep" else {}
+        due = differences(_objects(cluster, images, context), observed)
         return replace(due, delete=()) if had_prefill_pods(observed.resource) else due
 
     def status(self, observed: Observed, plan: Plan) -> ComponentStatus:
