@@ -39,6 +39,7 @@ RULES = {
     "of-sets": [CLUSTER_RULE, {"apiGroups": ["apps"], "resources": ["statefulsets"], "verbs": ["create"]}],
 }
 """Rights of ServiceAccounts, by name."""
+EVENTS = {"metadata": {"annotations": {"lmcache.io/events-for": "demo"}}}
 Submit = Callable[..., str]
 
 
@@ -158,6 +159,28 @@ def test_author_changes_only_the_metadata_of_a_cluster_with_a_pod_template(
     author.patch(CLUSTERS, "admins", {"metadata": {"annotations": {"team": "search"}}}, namespace)
     with pytest.raises(ApiError, match=r"spec\.engine\.podTemplate: you may not create pods"):
         author.patch(CLUSTERS, "admins", {"spec": {"engine": {"image": "other:1"}}}, namespace)
+    with pytest.raises(ApiError, match=r"metadata\.annotations\[lmcache\.io/events-for\]: you may not"):
+        author.patch(CLUSTERS, "admins", EVENTS, namespace)
+
+
+def test_author_cannot_add_the_annotation_that_turns_events_on(
+    plane, submit, namespace_of_authors, no_operator
+):
+    """Labels and other annotations mean nothing to the operator, so the policy admits them."""
+    namespace = namespace_of_authors
+    body = {"apiVersion": "lmcache.io/v1alpha1", "kind": "LMCacheCluster", "metadata": {"name": "annotated"}}
+    body |= {"spec": operator_model.MINIMAL_SPEC}
+    author = Api(plane.url, plane.ca, plane.service_account_token(namespace, "author"))
+    author.create(CLUSTERS, body, namespace)
+    author.patch(
+        CLUSTERS, "annotated", {"metadata": {"labels": EVENTS["metadata"]["annotations"]}}, namespace
+    )
+    refusal = r"metadata\.annotations\[lmcache\.io/events-for\]: you may not create pods"
+    with pytest.raises(ApiError, match=refusal):
+        author.patch(CLUSTERS, "annotated", EVENTS, namespace)
+    body["metadata"] = {"name": "other", **EVENTS["metadata"]}
+    with pytest.raises(ApiError, match=refusal):
+        author.create(CLUSTERS, body, namespace)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lmcache_operator.api import GROUP
+from lmcache_operator.api import GROUP, KIND
 from lmcache_operator.api.engine_kinds import ENGINE_KINDS
 from lmcache_operator.api.fields import Field, Part, Rule, is_part
 from lmcache_operator.api.keywords import CLUSTER_NAME, CLUSTER_NAME_PATTERN, NAMING
@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
 AS_DECLARED = Sizes()
 EVENTS_FOR = f"{GROUP}/events-for"
 """Annotation of an LMCacheCluster whose pods only compute prompts: name of the cluster whose router reads the
-KV events of its engines."""
+KV events of its engines. It counts only on a cluster whose controller is the named one."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,13 @@ class Cluster:
 
     @property
     def events_reader(self) -> str:
-        """Name of the cluster whose router reads the engines' KV events; empty: they publish none."""
+        """Name of the cluster whose router reads the engines' KV events; empty: they publish none.
+
+        Events contain the salts of requests, so engines with tenants never publish them.
+        """
         router, engine = self.spec.router, self.spec.engine
+        if self.spec.tenants is not None:
+            return ""
         if router is not None and router.policy == KV_AWARE:
             return self.name
         has_events = engine is not None and ENGINE_KINDS[engine.kind].publishes_events
@@ -120,15 +125,20 @@ def parse(resource: Mapping[str, Any]) -> Cluster:
         name=name,
         uid=metadata.get("uid", ""),
         spec=_parse_value(Spec, resource.get("spec"), "spec"),
-        prefills_for=_events_reader(metadata.get("annotations")),
+        prefills_for=_events_reader(metadata),
     )
     _check_rules(NAMING, cluster, "metadata.name")
     return cluster
 
 
-def _events_reader(annotations: Any) -> str:
+def _events_reader(metadata: dict[str, Any]) -> str:
+    annotations, owners = metadata.get("annotations"), metadata.get("ownerReferences")
     name = annotations.get(EVENTS_FOR) if isinstance(annotations, dict) else None
-    return name if isinstance(name, str) and re.fullmatch(CLUSTER_NAME_PATTERN, name) else ""
+    if not isinstance(name, str) or not re.fullmatch(CLUSTER_NAME_PATTERN, name):
+        return ""
+    controller = {"kind": KIND, "name": name, "controller": True}
+    listed = [each for each in owners if isinstance(each, dict)] if isinstance(owners, list) else []
+    return name if any(controller.items() <= each.items() for each in listed) else ""
 
 
 def _parse_value(annotation: Any, raw: Any, path: str) -> Any:

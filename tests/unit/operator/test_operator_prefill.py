@@ -52,16 +52,31 @@ def test_rendered_cluster_equals_the_golden_file() -> None:
 
 def test_wrong_annotation_is_ignored() -> None:
     for value in ("a b", 5, None):
-        resource = cluster()
-        resource["metadata"]["annotations"] = {"lmcache.io/events-for": value}
+        assert parse(annotated(value, "a b")).events_reader == ""
+
+
+def annotated(value: Any, controller: Any = "parent", **changes: Any) -> dict[str, Any]:
+    """A cluster with the annotation of prefill pods, and a controller of this name."""
+    resource = cluster(**changes)
+    resource["metadata"]["annotations"] = {"lmcache.io/events-for": value}
+    owner = {"apiVersion": "lmcache.io/v1alpha1", "kind": "LMCacheCluster", "name": controller, "uid": "1"}
+    resource["metadata"]["ownerReferences"] = [owner | {"controller": True}]
+    return resource
+
+
+def test_annotation_counts_only_if_the_controller_is_the_named_cluster() -> None:
+    assert parse(annotated("parent")).events_reader == "parent"
+    assert parse(annotated("parent", "other")).events_reader == ""
+    for owners in (None, [], "x", ["x"], [{"name": "parent"}]):
+        resource = annotated("parent")
+        resource["metadata"]["ownerReferences"] = owners
         assert parse(resource).events_reader == ""
 
 
-def test_annotation_of_prefill_pods_changes_no_sglang_pod() -> None:
-    resource = cluster(engine={"kind": "SGLang"})
-    before = parse(resource)
-    resource["metadata"]["annotations"] = {"lmcache.io/events-for": "victim"}
-    after = parse(resource)
+@pytest.mark.parametrize("changes", [{"engine": {"kind": "SGLang"}}, {"tenants": {"header": True}}])
+def test_annotation_of_prefill_pods_changes_no_pod_that_publishes_no_events(changes: dict[str, Any]) -> None:
+    """Any user may copy the annotation and the owner. Events would contain the salts of tenants."""
+    before, after = parse(cluster(**changes)), parse(annotated("parent", **changes))
     assert spec_hash(after, STOCK_IMAGES) == spec_hash(before, STOCK_IMAGES)
     assert Engine().render(after, CONTEXT) == Engine().render(before, CONTEXT)
 
