@@ -118,7 +118,7 @@ class Observed:
     children: Mapping[Ref, Object] = field(default_factory=dict)
     """Objects of the component that the cluster owns."""
     taken: frozenset[Ref] = frozenset()
-    """Names of children that belong to existing objects of other owners."""
+    """Names of children that belong to existing objects of other owners. The spec may not need them."""
     pods: tuple[Object, ...] = ()
     """Pods of the component's StatefulSets."""
     foreign_pods: tuple[Object, ...] = ()
@@ -169,6 +169,8 @@ class Plan:
     abandon: tuple[Object, ...] = ()
     """Terminating pods on lost nodes, to delete by force."""
     problems: tuple[Problem, ...] = ()
+    taken: tuple[Ref, ...] = ()
+    """Wanted objects that belong to other owners, and that pods of the component would use."""
     due_seconds: float = math.inf
     """Time until the next step is due, even if nothing changes."""
     num_outdated: int = 0
@@ -209,6 +211,8 @@ class Component(ABC):
     """Value of the component label, on its objects and on its pods."""
     kinds: ClassVar[tuple[str, ...]]
     """Kinds of the objects with the component's name (``names.object_name``), prerequisites first."""
+    used: ClassVar[tuple[str, ...]] = ()
+    """Names of the components whose objects its pods use, too."""
     changes_foreign_pods: ClassVar[bool] = False
     """Whether its objects change users' own pods. They are applied only if no component failed to plan, and
     none before it failed to apply."""

@@ -10,7 +10,7 @@ from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.pods.nodes import abandoned, node_problems
 from lmcache_operator.pods.pods import pod_problems
 from lmcache_operator.specs import Object, names
-from lmcache_operator.specs.kinds import ref_of
+from lmcache_operator.specs.kinds import Ref, ref_of
 from lmcache_operator.specs.ownership import Path, lost_fields, spell, without
 
 _RENDERING = "rendering"
@@ -19,12 +19,13 @@ _HASH_FIELD: Path = ("f:metadata", "f:annotations", f"f:{names.RENDERED_HASH}")
 
 def differences(wanted: list[Object], observed: Observed) -> Plan:
     """Plan to apply every changed or missing object, and to delete every object that is not in ``wanted``."""
-    due, lost, problems, must_wait = [], {}, list(_conflicts(observed)), False
+    taken = [ref for ref in map(ref_of, wanted) if ref in observed.taken]
+    due, lost, problems, must_wait = [], {}, list(_conflicts(observed, taken)), False
     unwanted = dict(observed.children)
     for rendered in wanted:
         ref = ref_of(rendered)
         live = unwanted.pop(ref, None)
-        if ref in observed.taken:
+        if ref in taken:
             continue
         contested = observed.contested.get(ref, frozenset())
         declared = _uncontested(rendered, contested)
@@ -48,7 +49,16 @@ def differences(wanted: list[Object], observed: Observed) -> Plan:
         must_wait = must_wait or is_fixed
     # Dependents go first. A user who removes the operator's label from an object keeps the object.
     delete = tuple(ref for ref, live in reversed(unwanted.items()) if _is_deletable(live))
-    return replace(unchanged(observed, *problems), apply=tuple(due), lost=lost, delete=delete)
+    plan = replace(unchanged(observed, *problems), apply=tuple(due), lost=lost, delete=delete)
+    return replace(plan, taken=tuple(ref for ref in taken if not _is_for_clients(ref, observed.name)))
+
+
+def halted(plan: Plan) -> Plan:
+    """The plan without steps that write, delete or replace anything.
+
+    Otherwise pods would get a ServiceAccount, settings or open ports from an object of another owner.
+    """
+    return replace(plan, make=(), apply=(), lost={}, delete=(), evict=(), resize=())
 
 
 def unchanged(observed: Observed, *problems: Problem) -> Plan:
@@ -91,8 +101,13 @@ def _rendered_hash(child: Object) -> str | None:
     return names.annotations_of(child).get(names.RENDERED_HASH)
 
 
-def _conflicts(observed: Observed) -> Iterator[Problem]:
-    for ref in sorted(observed.taken):
+def _is_for_clients(ref: Ref, cluster_name: str) -> bool:
+    """Whether the pods themselves neither use an object nor depend on it for their security."""
+    return ref.kind == "PodDisruptionBudget" or ref == Ref("Service", cluster_name)
+
+
+def _conflicts(observed: Observed, taken: list[Ref]) -> Iterator[Problem]:
+    for ref in sorted(taken):
         remedy = "delete it or rename this cluster"
         yield Problem("NameTaken", f"{ref} exists and does not belong to this LMCacheCluster: {remedy}")
     for ref, paths in sorted(observed.contested.items()):

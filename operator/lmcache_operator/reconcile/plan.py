@@ -8,7 +8,7 @@ from lmcache_operator.api.parse import parse
 from lmcache_operator.contract.base import Component, Context, Observed, Plan
 from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.errors import InvalidSpecError
-from lmcache_operator.pods.differences import unchanged
+from lmcache_operator.pods.differences import halted, unchanged
 from lmcache_operator.specs import Object
 
 
@@ -19,7 +19,8 @@ def plan(
 
     If the spec is invalid, all components stay unchanged. If a component fails with an internal error, only
     this component stays unchanged. In both cases, terminating pods on lost nodes are deleted, because they
-    block their replacements.
+    block their replacements. The same happens to a component if an object that its pods use belongs to
+    another owner.
     """
     plans: dict[str, Plan] = {}
     fault: Exception | None = None
@@ -38,7 +39,9 @@ def plan(
     except InvalidSpecError as error:
         invalid = Problem("InvalidSpec", str(error))
         return {each.name: unchanged(observed[each.name], invalid) for each in components}, None
-    return plans, fault
+    taken = {name for name, each in plans.items() if each.taken}
+    blocked = {each.name for each in components if taken & {each.name, *each.used}}
+    return {name: halted(each) if name in blocked else each for name, each in plans.items()}, fault
 
 
 def internal_error(error: Exception) -> Problem:

@@ -38,6 +38,7 @@ class Engine(Component):
     """The engine pods of a cluster, and the objects that belong to them."""
 
     name = names.ENGINE
+    used = (names.PEERS, names.REMOTE)
     kinds = (
         "ServiceAccount", "Service", "NetworkPolicy", "PodDisruptionBudget", "ResourceClaimTemplate",
         "StatefulSet",

@@ -33,6 +33,7 @@ class Injection(Component):
 
     name = names.INJECTION
     kinds = (PROFILE_KIND,)
+    used = (names.ENGINE, names.REMOTE)
     changes_foreign_pods = True
 
     def foreign_pods(self, cluster_name: str) -> str:

@@ -33,6 +33,7 @@ class PrefillPods(Component):
 
     name = names.PREFILL
     kinds = (KIND,)
+    used = (names.PEERS, names.REMOTE)
 
     def render(self, cluster: Cluster, context: Context) -> list[Object]:
         """The LMCacheCluster; none without ``spec.engine.prefill``."""
