@@ -18,12 +18,18 @@ _SIZES = ("current", "recommended")
 
 
 def measure(key: ClusterKey, status: Object) -> None:
-    """Set a cluster's metrics to the figures of its status. Unchanged series stay visible all the time."""
+    """Set a cluster's metrics to the figures of its status. Unchanged series stay visible all the time.
+
+    Another client may have written texts instead of figures. There are no metrics of such figures.
+    """
     for condition in status.get("conditions") or ():
         if condition["type"] in _CONDITIONS:
             value = metrics.CONDITION_VALUES[condition["status"]]
             _set(metrics.CONDITION, key, (condition["type"],), value)
-    _measure_sizes(key, status.get("autoscaling") or {})
+    try:
+        _measure_sizes(key, status.get("autoscaling") or {})
+    except ValueError:
+        _measure_sizes(key, {})
 
 
 def unmeasure(key: ClusterKey) -> None:

@@ -134,6 +134,15 @@ def test_invalid_spec_keeps_the_autoscaling_report() -> None:
     assert (rig.status(), rig.active()) == before
 
 
+def test_texts_instead_of_sizes_in_the_status_stop_no_reconciliation() -> None:
+    """Other users than the operator may be allowed to write the status."""
+    rig = Rig()
+    rig.world.resource["status"] = {"autoscaling": {"memory": {"current": "no size", "recommended": "1Gi"}}}
+    rig.settle()
+    assert rig.ready()[0] == "True"
+    assert samples(metrics.MEMORY_BYTES) == {}
+
+
 def test_size_metrics_exist_until_the_cluster_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     rig.decide(GROW)
