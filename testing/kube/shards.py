@@ -124,7 +124,9 @@ class PodShards(PodProcesses[ShardProcess]):
             f"port {names.REMOTE_PORT}": f"port {names.REMOTE_PORT}\nbind {address}",
             "sleep 10": "sleep 1",
         }
-        secret = self.api.get("v1/secrets", self._name, self.namespace)["data"]["password"]
+        (volume,) = (each for each in pod["spec"]["volumes"] if each["name"] == "auth")
+        name = volume["projected"]["sources"][0]["secret"]["name"]
+        secret = self.api.get("v1/secrets", name, self.namespace)["data"]["password"]
         password = base64.b64decode(secret).decode()
         (self._folder / "password").write_text(password)
         server = _TemporaryShard(Path(tempfile.mkdtemp(prefix="lmc-shard-")), container, replaced=replaced)

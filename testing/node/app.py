@@ -129,6 +129,11 @@ class App:
         self.spec["spec"]["tiers"]["memory"]["size"] = size
         self.apply()
 
+    def secret_name(self, purpose: str) -> str:
+        """Name of a Secret that the operator creates for the cluster."""
+        uid = self.node.api.get(CLUSTERS, self.name, NAMESPACE)["metadata"]["uid"]
+        return f"{self.name}-{purpose}-{uid}"
+
     def delete(self) -> None:
         """Delete the cluster, and wait until its pods are deleted."""
         self.node.api.delete(CLUSTERS, self.name, NAMESPACE)

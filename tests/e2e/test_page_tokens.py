@@ -10,7 +10,6 @@ from testing.node.app import NAMESPACE
 from testing.node.pods import SIDECAR_PORT
 
 NAME = "tokens"
-SECRET = f"{NAME}-pages"
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def test_operator_reads_a_sidecar_that_refuses_clients_without_a_token(app):
     assert status["transfer"]["mode"] == "SharedMemory", "the operator has read /stats"
     volumes = {volume["name"]: volume for volume in pod.object["spec"]["volumes"]}
     (engine,) = pod.object["spec"]["containers"]
-    assert volumes["pages"]["secret"]["secretName"] == SECRET
+    assert volumes["pages"]["secret"]["secretName"] == app.secret_name("pages")
     assert "pages" not in {mount["name"] for mount in engine["volumeMounts"]}
-    secret = app.node.api.get("v1/secrets", SECRET, NAMESPACE)
+    secret = app.node.api.get("v1/secrets", app.secret_name("pages"), NAMESPACE)
     assert {len(base64.b64decode(value)) for value in secret["data"].values()} == {43, 64}

@@ -109,7 +109,7 @@ def ask(pod: Pod, *commands: str) -> bytes:
 
 def test_only_the_password_opens_the_port_and_the_engine_does_not_have_it(app, cold):
     pod = app.ready_pod()
-    secret = app.node.api.get("v1/secrets", f"{NAME}-peers", NAMESPACE)
+    secret = app.node.api.get("v1/secrets", app.secret_name("peers"), NAMESPACE)
     password = base64.b64decode(secret["data"]["password"]).decode()
     assert ask(pod, f"AUTH {password}", "PING") == b"+OK\r\n+PONG\r\n"
     assert ask(pod, "AUTH wrong").startswith(b"-WRONGPASS")

@@ -55,7 +55,7 @@ def test_new_pod_hits_in_the_remote_tier(app):
 
 
 def test_running_sidecar_switches_to_tls(app, tmp_path):
-    before, secret = app.ready_pod(), f"{app.name}-remote-tls"
+    before, secret = app.ready_pod(), app.secret_name("remote-tls")
     app.node.api.create("v1/secrets", {"metadata": {"name": secret}, **certificate(app, tmp_path)}, NAMESPACE)
     app.spec["spec"]["tiers"]["remote"]["managed"]["tls"] = {"secretRef": {"name": secret}}
     app.apply()
@@ -81,7 +81,7 @@ def test_running_sidecar_switches_to_tls(app, tmp_path):
 
 
 def test_password_and_certificate_are_rotated_without_a_restart(app, tmp_path):
-    pod, name = app.ready_pod(), f"{app.name}-remote"
+    pod, name = app.ready_pod(), app.secret_name("remote")
     old = base64.b64decode(app.node.api.get("v1/secrets", name, NAMESPACE)["data"]["password"]).decode()
 
     def write(**passwords: str | None) -> None:
@@ -95,7 +95,7 @@ def test_password_and_certificate_are_rotated_without_a_restart(app, tmp_path):
     # The new certificate has another authority: until both sides have it, they refuse each other.
     renewed = certificate(app, tmp_path)
     authority = renewed["stringData"]["ca.crt"].strip()
-    app.node.api.patch("v1/secrets", f"{name}-tls", renewed, NAMESPACE)
+    app.node.api.patch("v1/secrets", app.secret_name("remote-tls"), renewed, NAMESPACE)
 
     def is_renewed() -> bool:
         authorities = {

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from testing.kube.api import Object
 from testing.kube.cluster import Cluster
 from testing.kube.operator import CHART, CLUSTERS, ROOT, SERVICE_ACCOUNT, SYSTEM_NAMESPACE, Operator
 from testing.processes import RedisProcess, SidecarProcess
@@ -50,6 +51,8 @@ class Page:
     words: dict[str, str] = field(default_factory=dict)
     before: tuple[str, ...] = ()
     """Commands of kubectl that come first."""
+    changes: Object = field(default_factory=dict)
+    """Changes of the example's spec."""
     num_absent: int = 0
     """Commands that find nothing on this cluster. A wrong name or label finds nothing, too."""
 
@@ -70,10 +73,8 @@ HOW_TO = {
     "rotate-a-password": Page(
         "managed-remote.yaml",
         "qwen3-8b-shards",
-        before=(
-            "create secret generic redis-auth --from-literal=password=OLD",
-            "create secret generic qwen3-8b-shards-peers --from-literal=password=OLD",
-        ),
+        before=("create secret generic redis-auth --from-literal=password=OLD",),
+        changes={"tiers": {"peers": {}}},
     ),
     "require-tokens-for-metrics": Page(),  # its commands are marked as not run
     # The fake nodes have no devices.
@@ -236,6 +237,7 @@ def prepare(plane: Cluster, terminal: Terminal, namespace: str, page: Page) -> N
         plane.kubectl("--namespace", namespace, *command.split())
     if page.example:
         plane.kubectl("apply", "--namespace", namespace, "--filename", EXAMPLES / page.example)
+        plane.api.patch(CLUSTERS, page.name, {"spec": page.changes}, namespace)
         plane.wait(lambda: "conditions" in plane.api.get(CLUSTERS, page.name, namespace).get("status", {}))
         plane.api.patch(CLUSTERS, f"{page.name}/status", {"status": SIZED}, namespace)
     (terminal.folder / "values.yaml").write_text("replicas: 1\n")

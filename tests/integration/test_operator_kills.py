@@ -51,7 +51,6 @@ HAS_CLAIMS = is_since("1.34")
 ONE_GPU: Object = {"gpu": {"deviceClassName": DEVICE_CLASS} if HAS_CLAIMS else {"count": 0}}
 TWO_GPUS: Object = {"gpu": {"count": 2}, "parallelism": {"tensor": 2}} if HAS_CLAIMS else {}
 NO_GPU: Object = {"gpu": {"count": 0, "deviceClassName": None}, "parallelism": {"tensor": 1}}
-SECRET = f"{NAME}-remote"
 CHOOSER = Chooser(Choice(3 * GIB, 2 * GIB))
 SERVER_FIELDS = (
     "uid",
@@ -171,10 +170,14 @@ class Case:
         await asyncio.to_thread(self.api.patch, CLUSTERS, NAME, self.story.changes[step], self.namespace)
         if await self.password():
             new = {"stringData": {"password": step}}
-            await asyncio.to_thread(self.api.patch, "v1/secrets", SECRET, new, self.namespace)
+            await asyncio.to_thread(self.api.patch, "v1/secrets", self._secret, new, self.namespace)
+
+    @property
+    def _secret(self) -> str:
+        return f"{NAME}-remote-{self.key.uid}"
 
     async def password(self) -> str:
-        secret: Object = await asyncio.to_thread(self.api.find, "v1/secrets", SECRET, self.namespace) or {}
+        secret = await asyncio.to_thread(self.api.find, "v1/secrets", self._secret, self.namespace) or {}
         return base64.b64decode(secret.get("data", {}).get("password", "")).decode()
 
     async def _reconcile(self, api: MortalApi) -> None:
@@ -238,7 +241,7 @@ class Case:
         api = KubeApi(self.client)
         refs = [ref for component in COMPONENTS for ref in component.refs(NAME)]
         live = [await api.get(BY_NAME[ref.kind], self.namespace, ref.name) for ref in refs]
-        return [_normal(child, self.namespace) for child in live if child is not None]
+        return [_normal(child, self.namespace, self.key.uid) for child in live if child is not None]
 
     async def delete(self) -> None:
         """Delete the cluster. Check that all children disappear and that the operator recreates none."""
@@ -261,7 +264,7 @@ def _is_status(write: tuple[str, str]) -> bool:
     return write[1].endswith("/status")
 
 
-def _normal(child: Object, namespace: str) -> str:
+def _normal(child: Object, namespace: str, uid: str) -> str:
     normal = {key: value for key, value in child.items() if key != "status"}
     normal["metadata"] = {key: value for key, value in child["metadata"].items() if key not in SERVER_FIELDS}
     # The hash covers everything rendered, including the owner's uid.
@@ -270,7 +273,7 @@ def _normal(child: Object, namespace: str) -> str:
     if child["kind"] == "Service":
         normal["spec"] = {key: value for key, value in child["spec"].items() if key not in SERVICE_FIELDS}
     normal.get("data", {}).pop("savedIn", None)
-    return json.dumps(normal, sort_keys=True).replace(namespace, "NAMESPACE")
+    return json.dumps(normal, sort_keys=True).replace(namespace, "NAMESPACE").replace(uid, "UID")
 
 
 @pytest.fixture

@@ -46,6 +46,14 @@ class Sizes(NamedTuple):
     shards: int | None = None
 
 
+class Lender(NamedTuple):
+    """Another LMCacheCluster whose tier this one uses. Names of Secrets follow from it."""
+
+    uid: str
+    certificate: str = ""
+    """Secret that its spec names for the certificate of its shards; empty: none."""
+
+
 AS_DECLARED = Sizes()
 EVENTS_FOR = f"{GROUP}/events-for"
 """Annotation of an LMCacheCluster whose pods only compute prompts: name of the cluster whose router reads the
@@ -66,6 +74,8 @@ class Cluster:
     chosen: Sizes = AS_DECLARED
     default_images: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Default images that the StatefulSet of the engine pods records, by container; empty: no record."""
+    lenders: Mapping[str, Lender] = dataclasses.field(default_factory=dict)
+    """Clusters whose tiers this one uses, by name. One that has never existed is missing."""
 
     @property
     def memory_bytes(self) -> int:

@@ -193,8 +193,7 @@ class TlsSecretRef(Part):
 
     name: str = field(
         "Name of the Secret, in the same namespace. It has tls.crt for *.NAME-remote.NAMESPACE.svc, "
-        "tls.key, and ca.crt with the signing CA. Other clusters find it only as NAME-remote-tls. A changed "
-        "name replaces the engine pods.",
+        "tls.key, and ca.crt with the signing CA. A changed name replaces the engine pods.",
         **NAME,
     )
 

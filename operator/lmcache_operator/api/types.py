@@ -149,7 +149,8 @@ class SidecarSpec(Part):
     )
     http_authentication: str = field(
         "None: pages such as /metrics need no token. Token: clients outside the pod need the bearer token in "
-        "the Secret NAME-pages, which the operator creates. A change replaces the pods, one at a time.",
+        "the Secret NAME-pages-UID, which the operator creates. UID is metadata.uid of this object. A change "
+        "replaces the pods, one at a time.",
         default="None",
         enum=["None", TOKEN],
     )

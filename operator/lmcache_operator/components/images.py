@@ -1,11 +1,12 @@
-"""Default images that stay those of the operator that created an object. Pure."""
+"""Records on objects: default images of the operator that created them, and other clusters. Pure."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+from typing import Any
 
-from lmcache_operator.api.parse import Cluster
+from lmcache_operator.api.parse import Cluster, Lender
 from lmcache_operator.specs import Images, Object, names
 
 
@@ -14,12 +15,26 @@ def recorded(images: Images) -> dict[str, str]:
     return {names.DEFAULT_IMAGES: json.dumps(images, sort_keys=True)}
 
 
-def recorded_in(live: Object | None) -> Images:
-    """The recorded default images of an existing object; empty if there is no valid record."""
-    record: Images = {}
+def recorded_in(live: Object | None, annotation: str = names.DEFAULT_IMAGES) -> dict[str, str]:
+    """The texts that an annotation of an existing object records, by name. By default the default images.
+
+    Empty if there is no valid record.
+    """
+    record: dict[str, Any] = {}
     with contextlib.suppress(ValueError, TypeError, KeyError):
-        record = dict(json.loads(names.annotations_of(live)[names.DEFAULT_IMAGES])) if live else {}
-    return {name: image for name, image in record.items() if isinstance(image, str)}
+        record = dict(json.loads(names.annotations_of(live)[annotation])) if live else {}
+    return {name: text for name, text in record.items() if isinstance(text, str)}
+
+
+def recorded_lenders(cluster: Cluster) -> dict[str, str]:
+    """The annotation that records the clusters whose tiers a cluster uses; none without such clusters."""
+    texts = {name: "/".join(lender) for name, lender in cluster.lenders.items()}
+    return {names.LENDERS: json.dumps(texts, sort_keys=True)} if texts else {}
+
+
+def lenders_in(live: Object | None) -> dict[str, Lender]:
+    """The recorded clusters of an existing object, by name."""
+    return {name: Lender(*text.split("/", 1)) for name, text in recorded_in(live, names.LENDERS).items()}
 
 
 def default_image(cluster: Cluster, live: Object | None, container: str, present: str) -> str:

@@ -19,7 +19,7 @@ from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.reconcile.probe import ReadStats, read_sidecar
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import BY_NAME, POD, ClusterKey, Ref, ref_of
-from lmcache_operator.specs.names import SIDECAR, pages_name
+from lmcache_operator.specs.names import PAGES, SIDECAR, secret_name
 from lmcache_operator.specs.ownership import spell
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Applier:
     async def _make(self, secret: Object) -> bool:
         """Create a Secret with a random password; False if it exists, since its password works as well."""
         data = {"password": token_urlsafe(32)}
-        if secret["metadata"]["name"] == pages_name(self.key.name):
+        if secret["metadata"]["name"] == secret_name(self.key.name, PAGES, self.key.uid):
             data = {"token": data["password"]} | ({"operator": self.token} if self.token else {})
         return await self.api.create(BY_NAME[secret["kind"]], secret | {"stringData": data}) is not None
 

@@ -6,8 +6,10 @@ Both are objects as the API server stores them, and may be invalid.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from lmcache_operator.api.keywords import CLUSTER_NAME_PATTERN
+from lmcache_operator.api.parse import Cluster, Lender
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.merge import dig
 
@@ -16,6 +18,15 @@ def referred(resource: Object | None, tier: str) -> str:
     """Name of the cluster in ``spec.tiers.TIER.clusterRef``; empty: none, or an invalid name."""
     name = dig(resource, "spec", "tiers", tier, "clusterRef", "name")
     return name if isinstance(name, str) and re.fullmatch(CLUSTER_NAME_PATTERN, name) else ""
+
+
+def with_lender(cluster: Cluster, other: Object | None) -> Cluster:
+    """The cluster with another one among its lenders. None: the other cluster does not exist."""
+    if other is None:
+        return cluster
+    secret = dig(other, "spec", "tiers", "remote", "managed", "tls", "secretRef", "name")
+    lender = Lender(other["metadata"].get("uid", ""), secret if isinstance(secret, str) else "")
+    return replace(cluster, lenders={**cluster.lenders, other["metadata"]["name"]: lender})
 
 
 def why_no_peers(name: str, other: Object | None) -> str:

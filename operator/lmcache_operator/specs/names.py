@@ -29,6 +29,8 @@ RENDERED_HASH = "lmcache.io/rendered-hash"
 """On every child: hash of the rendered object. It reveals fields that the operator no longer renders."""
 DEFAULT_IMAGES = "lmcache.io/default-images"
 """On the StatefulSet: the default images at its creation, as JSON by container."""
+LENDERS = "lmcache.io/lenders"
+"""On the StatefulSet: uid and certificate of the clusters whose tiers the pods use, as JSON by name."""
 
 MEMORY_SIZE = "lmcache.io/memory-size"
 """On pods: bytes of the memory tier. The running sidecar follows this value."""
@@ -80,6 +82,9 @@ EVENTS_PORT = 5557
 PREFILL = "prefill"
 """Component: the LMCacheCluster of the pods that only compute prompts."""
 
+PAGES = "pages"
+"""The Secret with the tokens for the sidecars' pages."""
+
 PEERS = "peers"
 """Component: the list of engine pods whose sidecars read each other's memory tiers."""
 PEERS_PORT = 9465
@@ -89,6 +94,28 @@ PEERS_PORT = 9465
 def object_name(cluster_name: str, component: str) -> str:
     """Name of all objects of a component, except for those that other functions name."""
     return f"{cluster_name}-{component}"
+
+
+def secret_name(cluster_name: str, purpose: str, uid: str) -> str:
+    """Name of a Secret that the operator, or cert-manager on its behalf, creates for a cluster.
+
+    The operator cannot read Secrets, so it cannot see whose they are. Nobody knows the uid before the cluster
+    exists, so no Secret has this name by chance. Without an API server, there is no uid.
+    """
+    return f"{cluster_name}-{purpose}-{uid or 'UID'}"
+
+
+def created_secret(cluster: Cluster, purpose: str) -> str:
+    """Name of a Secret that is created for this cluster."""
+    return secret_name(cluster.name, purpose, cluster.uid)
+
+
+def tier_secret(cluster: Cluster, owner: str, tier: str) -> str:
+    """Name of the Secret with the password of a tier of ``owner``; empty: the owner has never existed."""
+    if owner == cluster.name:
+        return created_secret(cluster, tier)
+    lender = cluster.lenders.get(owner)
+    return secret_name(owner, tier, lender.uid) if lender else ""
 
 
 def host(cluster_name: str, component: str, namespace: str) -> str:
@@ -106,7 +133,7 @@ def peers_certificate(cluster: Cluster) -> str:
     """Name of the Secret with the certificate, and the CA, of a cluster's sidecars."""
     peers = cluster.spec.tiers.peers
     secret_ref = peers and peers.tls and peers.tls.secret_ref
-    return secret_ref.name if secret_ref else f"{object_name(cluster.name, PEERS)}-tls"
+    return secret_ref.name if secret_ref else created_secret(cluster, f"{PEERS}-tls")
 
 
 def config_name(cluster_name: str) -> str:
@@ -114,21 +141,14 @@ def config_name(cluster_name: str) -> str:
     return f"{cluster_name}-sidecar"
 
 
-def pages_name(cluster_name: str) -> str:
-    """Name of the Secret with the tokens for the sidecars' pages."""
-    return f"{cluster_name}-pages"
-
-
-def remote_tls_name(cluster_name: str) -> str:
-    """Default name of the Secret with the certificate of a managed remote tier."""
-    return f"{object_name(cluster_name, REMOTE)}-tls"
-
-
 def remote_certificate(cluster: Cluster) -> str:
-    """Name of the Secret with the certificate, and the CA, of the shards that a cluster uses."""
-    managed = cluster.spec.tiers.managed
+    """Name of the Secret with the certificate, and the CA, of the shards that a cluster uses; empty: their
+    owner has never existed."""
+    managed, owner = cluster.spec.tiers.managed, remote_owner(cluster) or ""
     secret_ref = managed and managed.tls and managed.tls.secret_ref
-    return secret_ref.name if secret_ref else remote_tls_name(remote_owner(cluster) or "")
+    lender = cluster.lenders.get(owner)
+    named = secret_ref.name if secret_ref else lender.certificate if lender else ""
+    return named or tier_secret(cluster, owner, f"{REMOTE}-tls")
 
 
 def remote_owner(cluster: Cluster) -> str | None:

@@ -86,7 +86,7 @@ def check_paths(kind: str) -> None:
         if chosen not in FACTS["conditions"]:
             fail(f"no condition {chosen}")
     for path in re.findall(r"\{\.([^}]+)\}", re.sub(r"\[.*?\]", "", expression)):
-        if kind in _OURS and path.rstrip(".") not in FACTS["fields"]:
+        if kind in _OURS and path.rstrip(".") not in {*FACTS["fields"], "metadata.uid"}:
             fail(f"no field {path}")
 
 

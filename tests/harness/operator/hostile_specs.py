@@ -1,13 +1,14 @@
 """Every field of an LMCacheCluster that reaches a pod, and what keeps its author from reaching more by it.
 
-The fields come from the CRD's schema, so a new field fails a test until somebody has decided about it.
+The fields come from the CRD's schema, so a new field fails a test until somebody has decided about it. The
+name, labels, annotations and status are inputs as well: the lists below have their hostile values.
 """
 
 import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tests.harness.operator.spec_fuzz import SPEC_SCHEMA, any_value
+from tests.harness.operator.spec_fuzz import SPEC_SCHEMA, STATUS_SCHEMA, any_value, value_of
 
 Object = dict[str, Any]
 ALLOWED_SECRET, ALLOWED_CLAIM, ALLOWED_PULL_SECRET = "allowed-secret", "allowed-claim", "allowed-pull-secret"
@@ -79,11 +80,13 @@ _ADMITTED = {
     "another LMCacheCluster of the namespace, which the author may change anyway": """
         tiers.peers.clusterRef tiers.remote.clusterRef
     """,
-    "a certificate for the operator's host names only": """
+    "a certificate for the operator's host names only, in a Secret with the uid in its name": """
         tiers.peers.tls.issuerRef tiers.remote.managed.tls.issuerRef
     """,
     "a server that gets this cluster's own KV, and no Secret of others": "tiers.remote.external.url",
-    "code in a pod without a ServiceAccount token": "tiers.remote.managed.image",
+    "code in a pod without a ServiceAccount token, which mounts only the cluster's own Secrets": """
+        tiers.remote.managed.image
+    """,
 }
 """Reasons why a field lets its author reach nothing more, and the fields."""
 ADMITTED = {path: reason for reason, paths in _ADMITTED.items() for path in paths.split()}
@@ -146,6 +149,47 @@ def _with(schema: Object, parts: list[str], rng: random.Random) -> Any:
     value = [value] if is_list else {"key": value} if is_map else value
     required = {key for key in schema.get("required", ()) if key != name}
     return {key: any_value(schema["properties"][key], key, rng) for key in sorted(required)} | {name: value}
+
+
+FULL: Object = {
+    "model": {"name": "m"},
+    "engine": {"gpu": {"deviceClassName": "gpu.nvidia.com"}, "prefill": {}},
+    "sidecar": {"httpAuthentication": "Token"},
+    "router": {},
+    "tiers": {
+        "memory": {"size": "64Mi"},
+        "peers": {},
+        "remote": {"managed": {"memoryPerShard": "512Mi", "image": "attacker.example/shard:1"}},
+    },
+}
+"""A spec that needs every component. Only certificates are missing: they need cert-manager."""
+OF_AN_ISSUER: Object = {"tls": {"issuerRef": {"name": "any"}}}
+"""Addition to peers and to a managed tier: cert-manager then writes a Secret."""
+SECRETS = tuple(f"{{name}}-{purpose}" for purpose in ("pages", "peers", "peers-tls", "remote", "remote-tls"))
+"""Names of Secrets that follow from the name of an LMCacheCluster alone. A pod must mount none of them."""
+LABELS = {
+    "app.kubernetes.io/managed-by": "lmcache-operator",
+    "lmcache.io/cluster": "other", "lmcache.io/component": "engine", "lmcache.io/inject": "other",
+    "lmcache.io/pages": "Token", "lmcache.io/peers": "other", "lmcache.io/scraper": "true",
+}  # fmt: skip
+"""Labels that mean something on other objects. On an LMCacheCluster they mean nothing."""
+ANNOTATIONS = {
+    "lmcache.io/default-images": '{"engine": "attacker.example/x:1", "sidecar": "attacker.example/x:1"}',
+    "lmcache.io/events-for": "demo", "lmcache.io/lenders": '{"demo": "uid"}',
+    "lmcache.io/memory-size": "1", "lmcache.io/rendered-hash": "0", "lmcache.io/shards": "9",
+    "lmcache.io/spec-hash": "0",
+}  # fmt: skip
+"""Annotations that mean something on other objects, or on a cluster that the operator itself creates."""
+
+
+def hostile_status(seed: int) -> Object:
+    """A status that fits the schema. It names images of an attacker, and texts instead of figures.
+
+    Users with a right on ``lmcacheclusters/status`` can write it. The admission policy does not see it.
+    """
+    status: Object = value_of(STATUS_SCHEMA, "status", random.Random(seed))
+    status = {"autoscaling": {"memory": {"current": "no size"}}} | status
+    return status | {"images": {"engine": "attacker.example/x:1", "sidecar": "attacker.example/x:1"}}
 
 
 class HostilePod(NamedTuple):

@@ -20,6 +20,11 @@ MINIMAL_SPEC: Object = {"model": {"name": "org/model"}, "engine": {}, "tiers": {
 NAMESPACE, NAME, UID = "team", "demo", "0e7a4a2c-0000-4000-8000-000000000001"
 
 
+def secret_of(purpose: str, name: str = NAME, uid: str = UID) -> Ref:
+    """The Secret that the operator or cert-manager creates for a cluster."""
+    return Ref("Secret", f"{name}-{purpose}-{uid}")
+
+
 def cluster(spec: Object | None = None, **changes: Object) -> Object:
     """An LMCacheCluster as the API server returns it. `changes` are merged into its spec."""
     metadata = {"name": NAME, "namespace": NAMESPACE, "uid": UID, "generation": 1}

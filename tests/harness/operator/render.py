@@ -1,5 +1,6 @@
 """Rendered children of LMCacheClusters, and the parts of their pods."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from lmcache_operator.api.parse import parse
@@ -58,3 +59,17 @@ def container(spec: Object, name: str) -> Object:
 def env_of(container: Object) -> dict[str, Any]:
     """Variables of a container. The value of a reference is None."""
     return {item["name"]: item.get("value") for item in container["env"]}
+
+
+def secrets_in(value: Any) -> Iterator[Object]:
+    """Sources of volumes with a Secret, and specs of Certificates, whose Secret cert-manager writes."""
+    if isinstance(value, list):
+        for item in value:
+            yield from secrets_in(item)
+    elif isinstance(value, dict):
+        if "issuerRef" in value and "secretName" in value:
+            yield value
+        for key, item in value.items():
+            if key == "secret":
+                yield item
+            yield from secrets_in(item)

@@ -13,13 +13,14 @@ from lmcache_operator.reconcile import plan as planning
 from lmcache_operator.reconcile.status import derive_status
 from lmcache_operator.specs.kinds import Ref, controller_uid
 from lmcache_operator.specs.names import STOCK_IMAGES
-from tests.harness.operator.model import NAME, World, cluster
+from tests.harness.operator.model import NAME, World, cluster, secret_of
 from tests.harness.operator.plans import carry_out
 
 NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
-SET, LIST, SECRET, CERTIFICATE = (
-    Ref(kind, "demo-remote") for kind in ("StatefulSet", "ConfigMap", "Secret", "Certificate")
+SET, LIST, ACCOUNT, CERTIFICATE = (
+    Ref(kind, "demo-remote") for kind in ("StatefulSet", "ConfigMap", "ServiceAccount", "Certificate")
 )
+SECRET = secret_of("remote")
 ENGINE = Ref("StatefulSet", "demo-engine")
 
 

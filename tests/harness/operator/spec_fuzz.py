@@ -14,10 +14,11 @@ from tests.harness import scope
 from tools.kube import schemas
 
 Object = dict[str, Any]
-SPEC_SCHEMA: Object = crd(schemas.definitions())["spec"]["versions"][0]["schema"]["openAPIV3Schema"][
-    "properties"
-]["spec"]
+_SCHEMA: Object = crd(schemas.definitions())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+SPEC_SCHEMA: Object = _SCHEMA["properties"]["spec"]
 """Schema of ``spec``, with the types of Kubernetes."""
+STATUS_SCHEMA: Object = _SCHEMA["properties"]["status"]
+"""Schema of ``status``."""
 _MAX_LEVELS = 12
 _WORDS = ("a", "engine", "sidecar", "payload", "arena", "/models", "10m", "1Gi", "x-y", "Always", "0.5")
 _EXAMPLES = {
@@ -63,6 +64,11 @@ def spec_by(rng: random.Random) -> tuple[Object, bool]:
 def any_value(schema: Object, name: str, rng: random.Random) -> Any:
     """A value that fits the schema, with only the required fields. ``name``: the field that has it."""
     return _value(schema, name, rng, _MAX_LEVELS + 1 if name not in _EXAMPLES else 0)
+
+
+def value_of(schema: Object, name: str, rng: random.Random) -> Any:
+    """A value that fits the schema, with some of its other fields."""
+    return _value(schema, name, rng, 0)
 
 
 def spec_of_init_container(seed: int) -> Object:

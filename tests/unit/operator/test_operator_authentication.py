@@ -7,19 +7,18 @@ import pytest
 from lmcache_operator.components.engine.features.tokens import Tokens
 from lmcache_operator.contract.base import Probed, SidecarState
 from lmcache_operator.errors import RefusedError
-from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import PAGES_LABEL
 from lmcache_sidecar.config import read
 from tests.harness.operator.components import KEY, ReconciledCluster
 from tests.harness.operator.injection import injected
 from tests.harness.operator.injection import pod as user_pod
-from tests.harness.operator.model import NAME
+from tests.harness.operator.model import secret_of
 from tests.harness.operator.plans import LATE, settled_world, status_of
 from tests.harness.operator.render import container, env_of, part, pod_of
 
 TOKEN = {"httpAuthentication": "Token"}
 DIR = "LMCACHE_HTTP_TOKENS_DIR"
-SECRET = Ref("Secret", f"{NAME}-pages")
+SECRET = secret_of("pages")
 
 
 def volume_of(spec: dict[str, Any], sidecar_name: str = "sidecar") -> dict[str, Any]:
@@ -37,7 +36,9 @@ def volume_of(spec: dict[str, Any], sidecar_name: str = "sidecar") -> dict[str, 
 @pytest.mark.parametrize("kind", ["vLLM", "SGLang"])
 def test_sidecar_alone_mounts_the_tokens(kind: str) -> None:
     spec = pod_of(sidecar=TOKEN, engine={"kind": kind})
-    assert volume_of(spec)["secret"] == {"optional": True, "secretName": SECRET.name}, "pods start without it"
+    items = [{"key": key, "path": key} for key in ("token", "operator")]
+    secret = volume_of(spec)["secret"]
+    assert secret == {"items": items, "optional": True, "secretName": SECRET.name}, "pods start without it"
     assert "serviceAccountToken" not in str(spec)
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lmcache_operator.__main__ import main
-from lmcache_operator.specs.names import PEERS, REMOTE, object_name
+from lmcache_operator.specs.names import PEERS, REMOTE, secret_name
 from lmcache_store.common.logs import formatter
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,7 +43,7 @@ def test_examples_contain_the_secrets_and_claims_that_they_use(example, capsys):
         existing = {manifest["metadata"]["name"] for manifest in objects if manifest["kind"] == kind}
         for has_secret, component in ((has_shards, REMOTE), (has_peers, PEERS)):
             existing |= {
-                object_name(each["metadata"]["name"], component) for each in objects if has_secret(each)
+                secret_name(each["metadata"]["name"], component, "") for each in objects if has_secret(each)
             }
         assert set(re.findall(rf"{field}: (\S+)", rendered)) <= existing
 

@@ -14,7 +14,7 @@ from lmcache_operator.specs.names import AUTOSCALING, STOCK_IMAGES
 from tests.harness.operator.components import GOOD, ReconciledCluster
 from tests.harness.operator.model import NAME, cluster
 from tests.harness.operator.render import children
-from tests.harness.operator.shards import LIST, SET, managed
+from tests.harness.operator.shards import ACCOUNT, LIST, SET, managed
 
 FULL_ENGINE = {"replicas": 2, "gpu": {"deviceClassName": "gpu.nvidia.com"}, "prefill": {}}
 """An engine spec with which components render all their kinds of objects."""
@@ -41,7 +41,7 @@ def test_operator_polls_only_pods_with_a_sidecar(rig: ReconciledCluster) -> None
 
 def test_unwanted_component_is_deleted_with_dependents_first(rig: ReconciledCluster) -> None:
     deleted = [write for write in rig.change(**WITHOUT_SHARDS) if "delete" in write]
-    assert (deleted[0], deleted[-1]) == (f"delete {SET}", f"delete {LIST}")
+    assert (deleted[0], deleted[-1]) == (f"delete {SET}", f"delete {ACCOUNT}")
 
 
 @pytest.mark.parametrize("change", ["another owner", "no label", "ending"])

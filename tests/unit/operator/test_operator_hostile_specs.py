@@ -8,10 +8,23 @@ from lmcache_operator.api.parse import parse
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
-from tests.harness.operator import hostile_specs
-from tests.harness.operator.hostile_specs import ADMITTED, HOSTILE_PODS, OPERATOR, REFUSED, HostilePod
-from tests.harness.operator.model import cluster
+from tests.harness.operator import hostile_specs, spec_fuzz
+from tests.harness.operator.components import ReconciledCluster
+from tests.harness.operator.hostile_specs import (
+    ADMITTED,
+    ANNOTATIONS,
+    FULL,
+    HOSTILE_PODS,
+    LABELS,
+    OPERATOR,
+    REFUSED,
+    HostilePod,
+)
+from tests.harness.operator.model import MINIMAL_SPEC, cluster
+
+OWNERS_OF_PODS = ("StatefulSet", "Deployment", "LMCacheProfile", "LMCacheCluster")
 
 
 def test_every_field_of_the_schema_is_decided() -> None:
@@ -48,6 +61,30 @@ def test_generated_specs_set_their_fields() -> None:
     paths = hostile_specs.fields()
     assert len(paths) > 900
     assert [path for path in paths if value_at(hostile_specs.spec_with(path), path) is None] == []
+
+
+def templates(bench: ReconciledCluster) -> dict[Ref, Any]:
+    """Templates of pods, profiles, and the LMCacheCluster of prefill pods."""
+    objects = bench.world.objects.items()
+    return {ref: each.get("template") or each["spec"] for ref, each in objects if ref.kind in OWNERS_OF_PODS}
+
+
+@pytest.mark.parametrize("seed", spec_fuzz.seeds(30))
+def test_inputs_besides_the_spec_change_no_pod(seed: int) -> None:
+    """The admission policy sees no status, and users may set labels and annotations."""
+    spec = FULL if seed % 2 else MINIMAL_SPEC
+    expected = ReconciledCluster()
+    expected.world.resource = cluster(spec)
+    expected.settle()
+    bench = ReconciledCluster()
+    bench.world.resource = cluster(spec)
+    bench.world.resource["metadata"] |= {"labels": LABELS, "annotations": ANNOTATIONS}
+    for _ in range(4):
+        bench.world.resource["status"] = hostile_specs.hostile_status(seed)
+        bench.world.run_stateful_sets()
+        bench.run()
+    assert templates(bench) == templates(expected)
+    assert "attacker.example/x" not in str(bench.world.objects)
 
 
 @pytest.mark.parametrize("pod", HOSTILE_PODS, ids=lambda pod: pod.field)

@@ -13,7 +13,7 @@ from lmcache_operator.components.injection.workloads import clusters_in, inject_
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import INJECT_LABEL
 from tests.harness.operator.injection import CONTEXT, deployment, injected, outcome, pod
-from tests.harness.operator.model import cluster
+from tests.harness.operator.model import UID, cluster
 from tests.harness.operator.render import part
 from tools.kube import schemas
 
@@ -81,6 +81,25 @@ def test_inject_refuses_a_cluster_of_another_namespace() -> None:
         inject_objects([workload], clusters_in([resource]), None, CONTEXT)
     resource["metadata"]["namespace"] = "elsewhere"
     assert inject_objects([workload], clusters_in([resource]), None, CONTEXT).objects != [workload]
+
+
+TOKEN = {"sidecar": {"httpAuthentication": "Token"}}
+MANAGED = {"tiers": {"remote": {"managed": {"memoryPerShard": "1Gi"}}}}
+REFERENCE = {"tiers": {"remote": {"clusterRef": {"name": "kv"}}}}
+
+
+@pytest.mark.parametrize(("changes", "owner"), [(TOKEN, "demo"), (MANAGED, "demo"), (REFERENCE, "kv")])
+def test_inject_needs_the_uids_that_are_in_the_names_of_secrets(changes: dict[str, Any], owner: str) -> None:
+    """An object in a file has no uid until the API server stores it."""
+    stored, other = cluster(**changes), cluster(**MANAGED)
+    other["metadata"] |= {"name": "kv", "uid": "uid-of-kv"}
+    uid = {"demo": UID, "kv": "uid-of-kv"}[owner]
+    objects = inject_objects([deployment()], clusters_in([other, stored]), None, CONTEXT).objects
+    assert f"{owner}-{'pages' if changes == TOKEN else 'remote'}-{uid}" in str(objects)
+    del (stored if owner == "demo" else other)["metadata"]["uid"]
+    for files in ([other, stored], [stored]):
+        with pytest.raises(InvalidSpecError, match=f"{owner}: is missing, .*kubectl get lmcluster {owner}"):
+            inject_objects([deployment()], clusters_in(files), None, CONTEXT)
 
 
 def test_inject_command_reads_files_and_prints_objects(tmp_path, capsys):

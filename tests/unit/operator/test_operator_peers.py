@@ -13,7 +13,7 @@ from lmcache_operator.specs.kinds import Ref
 from lmcache_sidecar.config import Config, read
 from tests.harness.operator.components import ReconciledCluster
 from tests.harness.operator.injection import outcome, pod
-from tests.harness.operator.model import cluster
+from tests.harness.operator.model import cluster, secret_of
 from tests.harness.operator.render import (
     ENGINES,
     child_of,
@@ -23,7 +23,7 @@ from tests.harness.operator.render import (
     template_of,
 )
 
-LIST, SECRET = Ref("ConfigMap", "demo-peers"), Ref("Secret", "demo-peers")
+LIST, SECRET = Ref("ConfigMap", "demo-peers"), secret_of("peers")
 TLS = {"issuer": {"issuerRef": {"name": "caches"}}, "secret": {"secretRef": {"name": "ours"}}}
 
 
@@ -129,12 +129,13 @@ def test_injected_pods_are_no_peers() -> None:
     assert "lmcache-sidecar" in str(outcome(pod()).objects)
 
 
-@pytest.mark.parametrize(("source", "secret"), [("issuer", "demo-peers-tls"), ("secret", "ours")])
+@pytest.mark.parametrize(("source", "secret"), [("issuer", secret_of("peers-tls").name), ("secret", "ours")])
 def test_sidecar_alone_has_the_certificate(source: str, secret: str) -> None:
     changes = with_peers(tls=TLS[source])
     pod = pod_of(**changes)
     (volume,) = (v for v in pod["volumes"] if v.get("secret", {}).get("secretName") == secret)
     assert volume["secret"]["optional"] is True, "engines start without it"
+    assert [item["key"] for item in volume["secret"]["items"]] == ["tls.crt", "tls.key", "ca.crt"]
     sidecar, *rest = pod["initContainers"] + pod["containers"]
     mounts = {mount["mountPath"]: mount["name"] for mount in sidecar["volumeMounts"]}
     assert mounts[config_of(changes).peer_tls_dir] == volume["name"]
@@ -144,7 +145,7 @@ def test_sidecar_alone_has_the_certificate(source: str, secret: str) -> None:
 def test_issuer_gives_a_certificate_for_all_pods() -> None:
     rig = Rig.settled(**with_peers(2, tls=TLS["issuer"]))
     certificate = rig.world.objects[Ref("Certificate", "demo-peers")]["spec"]
-    assert certificate["secretName"] == "demo-peers-tls"
+    assert certificate["secretName"] == secret_of("peers-tls").name
     assert certificate["dnsNames"] == ["*.demo-engine.team.svc"]
     assert all(name.partition(".")[2] == "demo-engine.team.svc:9465" for name in rig.peers)
     rig.change(tiers={"peers": {"tls": TLS["secret"] | {"issuerRef": None}}})

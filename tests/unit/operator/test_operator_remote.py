@@ -1,20 +1,24 @@
 """The managed remote tier: shards follow the spec, and engines are not restarted for that."""
 
 import copy
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import yaml
 
+from lmcache_operator.api.parse import Lender, parse
+from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.remote.remote import Remote
 from lmcache_operator.components.remote.shards import WINDOW
 from lmcache_operator.contract.base import Context
 from lmcache_operator.policy.report import Choice, Report
 from lmcache_operator.specs.names import STOCK_IMAGES
-from tests.harness.operator.model import NAME
-from tests.harness.operator.render import child_of, container, part, pod_of, template_of
+from tests.harness.operator.model import NAME, UID, cluster, secret_of
+from tests.harness.operator.render import CONTEXT, child_of, container, part, template_of
 from tests.harness.operator.shards import (
+    ACCOUNT,
     CERTIFICATE,
     ENGINE,
     LIST,
@@ -31,8 +35,8 @@ from tests.harness.operator.shards import (
 def test_shards_are_created_with_a_password_and_then_nothing_is_written():
     rig = Rig()
     first = rig.run(is_ready=False)
-    assert first[-6:] == [
-        f"create {SECRET}", f"apply {LIST}", "apply Service demo-remote",
+    assert first[-7:] == [
+        f"create {SECRET}", f"apply {ACCOUNT}", f"apply {LIST}", "apply Service demo-remote",
         "apply NetworkPolicy demo-remote", "apply PodDisruptionBudget demo-remote", f"apply {SET}",
     ]  # fmt: skip
     assert rig.plans["remote"].make, "the Secret may be missing until shards are ready"
@@ -139,7 +143,7 @@ def test_certificate_covers_the_shard_names():
         "dnsNames": ["*.demo-remote.team.svc"],
         "issuerRef": {"group": "cert-manager.io", "kind": "Issuer", "name": "caches"},
         "privateKey": {"rotationPolicy": "Always"},
-        "secretName": "demo-remote-tls",
+        "secretName": secret_of("remote-tls").name,
         "usages": ["digital signature", "key encipherment", "server auth"],
     }
     assert secure(rig) == ["0", "1"]
@@ -176,9 +180,9 @@ def test_only_a_renamed_certificate_changes_the_engine_pods():
         auth = part(template["spec"]["volumes"], "remote-auth")["projected"]["sources"][1]["secret"]["name"]
         return template["metadata"]["annotations"]["lmcache.io/spec-hash"], auth
 
-    plain_hash, _ = pods(None)
-    assert pods({"secretRef": {"name": "demo-remote-tls"}}) == (plain_hash, "demo-remote-tls")
-    assert pods({"issuerRef": {"name": "caches"}}) == (plain_hash, "demo-remote-tls")
+    plain_hash, secret = pods(None)
+    assert secret == secret_of("remote-tls").name
+    assert pods({"issuerRef": {"name": "caches"}}) == (plain_hash, secret)
     other_hash, secret = pods({"secretRef": {"name": "ours"}})
     assert (other_hash != plain_hash, secret) == (True, "ours")
 
@@ -187,7 +191,7 @@ def test_removed_remote_tier_is_deleted_with_dependents_first():
     rig = Rig.settled()
     rig.world.change(tiers={"remote": None})
     deleted = [write for write in rig.run() if write.startswith("delete")]
-    assert (deleted[0], deleted[-1]) == (f"delete {SET}", f"delete {LIST}")
+    assert (deleted[0], deleted[-1]) == (f"delete {SET}", f"delete {ACCOUNT}")
     rig.settle()
     assert not set(rig.world.objects) & {SET, LIST}
     assert "RemoteTierAvailable" not in {c["type"] for c in rig.status()["conditions"]}
@@ -205,17 +209,20 @@ def test_invalid_spec_keeps_shards_and_their_status():
     ("remote", "owner"), [(managed(), "demo"), ({"remote": {"clusterRef": {"name": "kv"}}}, "kv")]
 )
 def test_engines_mount_the_list_of_shards_as_optional(remote, owner):
+    resource = parse(cluster(tiers=remote))
+    lenders = {"kv": Lender("uid of kv")} if owner == "kv" else {}
     config = yaml.safe_load(child_of("ConfigMap", tiers=remote)["data"]["sidecar.yaml"])
     assert {key: value for key, value in config.items() if key.startswith("remote")} == {
         "remote_url": f"redis://lmcache@{owner}-remote.team.svc:6379",
         "remote_shards_file": "/etc/lmcache/remote/shards.yaml",
         "remote_password_file": "/etc/lmcache/remote-auth/password",
     }
-    pod = pod_of(tiers=remote)
+    engines = Engine().render(replace(resource, lenders=lenders), CONTEXT)[-1]
+    pod, uid = engines["spec"]["template"]["spec"], "uid of kv" if lenders else UID
     assert part(pod["volumes"], "remote")["configMap"] == {"name": f"{owner}-remote", "optional": True}
     assert part(pod["volumes"], "remote-auth")["projected"]["sources"] == [
         {"secret": {"items": [{"key": key, "path": key}], "name": name, "optional": True}}
-        for key, name in (("password", f"{owner}-remote"), ("ca.crt", f"{owner}-remote-tls"))
+        for key, name in (("password", f"{owner}-remote-{uid}"), ("ca.crt", f"{owner}-remote-tls-{uid}"))
     ]
     mounted = {mount["mountPath"] for mount in container(pod, "sidecar")["volumeMounts"]}
     assert {"/etc/lmcache/remote", "/etc/lmcache/remote-auth"} <= mounted

@@ -23,7 +23,7 @@ from tests.harness.scope import examples
 TLS: dict[str, Any] = {
     "none": None,
     "issuer": {"issuerRef": {"name": "caches"}, "secretRef": None},
-    "secret": {"secretRef": {"name": "demo-remote-tls"}, "issuerRef": None},
+    "secret": {"secretRef": {"name": "ours"}, "issuerRef": None},
     "renamed": {"secretRef": {"name": "ours"}, "issuerRef": None},
 }
 

@@ -145,8 +145,7 @@ def referred_cluster(**remote: Any) -> dict[str, Any]:
         (referred_cluster(external={"url": "redis://h"}), "LMCacheCluster kv has no tiers.remote.managed"),
         (referred_cluster(managed={"access": "Cluster"}), "kv shares it only with its own pods"),
         (referred_cluster(managed={"access": "Namespace"}), ""),
-        (referred_cluster(managed={"tls": {"secretRef": {"name": "x"}}}), "instead of kv-remote-tls"),
-        (referred_cluster(managed={"tls": {"secretRef": {"name": "kv-remote-tls"}}}), ""),
+        (referred_cluster(managed={"tls": {"secretRef": {"name": "x"}}}), ""),
     ],
 )
 def test_reference_to_an_unshared_tier_degrades_the_cluster(referred, why):

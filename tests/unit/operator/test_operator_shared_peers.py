@@ -18,7 +18,7 @@ from lmcache_operator.specs.names import STOCK_IMAGES
 from lmcache_sidecar.files.peers import PeersFile
 from lmcache_store.tiers.peers.tier import PeersTier
 from tests.harness.operator.components import KEY, ReconciledCluster
-from tests.harness.operator.model import cluster
+from tests.harness.operator.model import cluster, secret_of
 from tests.harness.operator.render import ENGINES, container, env_of, part, render
 
 LIST, OTHER = Ref("ConfigMap", "demo-peers"), Ref(CLUSTER.kind, "other")
@@ -107,12 +107,14 @@ def test_other_clusters_do_not_make_the_list_too_long_for_sidecars(tmp_path: Pat
 def test_referring_cluster_uses_the_list_and_password_of_the_other_one() -> None:
     rig = Rig.settled(another(tiers={"peers": {}}), **REFERRING)
     assert LIST not in rig.world.objects
-    assert Ref("Secret", "demo-peers") not in rig.world.objects
+    assert secret_of("peers") not in rig.world.objects
     assert rig.conditions()["Degraded"] == "False"
     template = rig.engines()["template"]
     assert template["metadata"]["labels"]["lmcache.io/peers"] == "other"
     assert part(template["spec"]["volumes"], "peers")["configMap"]["name"] == "other-peers"
-    assert part(template["spec"]["volumes"], "peers-auth")["secret"]["secretName"] == "other-peers"
+    assert (
+        part(template["spec"]["volumes"], "peers-auth")["secret"]["secretName"] == "other-peers-uid of other"
+    )
     env = env_of(container(template["spec"], "sidecar"))
     assert env["LMCACHE_PEER_NAME"].endswith(".demo-engine.team.svc:9465"), "its entry in the other list"
 

@@ -17,7 +17,7 @@ from lmcache_operator.components.engine.features import FEATURES, merged
 from lmcache_operator.components.engine.gpus import CUDA_IPC, claim_spec, planned_transfer
 from lmcache_operator.components.engine.pod import MemorySize, pod_template
 from lmcache_operator.components.engine.status import engine_status
-from lmcache_operator.components.images import recorded, recorded_in
+from lmcache_operator.components.images import lenders_in, recorded, recorded_in, recorded_lenders
 from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.pods.pods import has_no_node, is_outdated, next_eviction
@@ -54,8 +54,13 @@ class Engine(Component):
         return next(filter(None, (feature.referred(resource) for feature in FEATURES)), "")
 
     def with_records(self, cluster: Cluster, observed: Observed) -> Cluster:
-        """The cluster with the default images that were recorded when the StatefulSet was created."""
-        return replace(cluster, default_images=recorded_in(_stateful_set(observed)))
+        """The cluster with the default images at the creation of the StatefulSet, and with its lenders.
+
+        A lender that was deleted stays the same. Otherwise its deletion would replace the engine pods.
+        """
+        live = _stateful_set(observed)
+        lenders = {**lenders_in(live), **cluster.lenders}
+        return replace(cluster, default_images=recorded_in(live), lenders=lenders)
 
     def render(self, cluster: Cluster, context: Context) -> list[Object]:
         """The children that the spec asks for, in the order of ``refs``; none without ``spec.engine``."""
@@ -74,6 +79,7 @@ class Engine(Component):
         template = pod_template(cluster, images, hashed, transfer, _memory_size(cluster))
         stateful_set = stateful.stateful_set(cluster, names.ENGINE, cluster.engine.replicas, template)
         claim = claim_spec(cluster)
+        records = recorded(default_images) | recorded_lenders(cluster)
         return [
             # The ServiceAccount has no token, because engine and sidecar never talk to the API server.
             child("ServiceAccount", automountServiceAccountToken=False),
@@ -83,7 +89,7 @@ class Engine(Component):
             child("NetworkPolicy", spec=policy),
             child("PodDisruptionBudget", spec=stateful.disruption_budget(selector)),
             *([child("ResourceClaimTemplate", spec=claim)] if claim else []),
-            child("StatefulSet", annotations=recorded(default_images), spec=stateful_set),
+            child("StatefulSet", annotations=records, spec=stateful_set),
         ]
 
     def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
@@ -181,8 +187,10 @@ def spec_hash(cluster: Cluster, default_images: Images) -> str:
         settings.pop(part, None)
     tiers = settings.setdefault("tiers", {})
     tiers.get("memory", {}).pop("size", None)
+    # Names of Secrets contain the cluster's uid, which never changes.
+    unnamed = replace(cluster, uid="")
     for feature in FEATURES:
-        feature.hashed(cluster, settings)
+        feature.hashed(unnamed, settings)
     if not tiers.get("memory"):
         tiers.pop("memory", None)
     unhashed = ("image", "prefill", "replicas")

@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 from lmcache_operator.api import KIND
 from lmcache_operator.api.engine_kinds import ANY_ENGINE
 from lmcache_operator.api.parse import TYPE_NAMES, Cluster, parse
+from lmcache_operator.api.types import TOKEN
 from lmcache_operator.components.injection.pods import has_cache, has_engine, inject
 from lmcache_operator.components.injection.profile import profile
 from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object
+from lmcache_operator.specs.cluster_refs import with_lender
 from lmcache_operator.specs.merge import dig
-from lmcache_operator.specs.names import INJECT_LABEL
+from lmcache_operator.specs.names import INJECT_LABEL, remote_owner
 
 _TEMPLATE = ("spec", "template")
 _PODS: Mapping[str, tuple[str, ...]] = {
@@ -27,6 +29,7 @@ _PODS: Mapping[str, tuple[str, ...]] = {
 _GROUPS = ("LeaderWorkerSet", "RayCluster", "RayService")
 _NO_LABEL = "no pod has this label: add it, or use --name LMCACHECLUSTER"
 _NOT_CERTAIN = f"no container certainly runs {ANY_ENGINE}: if one does, label the pods {INJECT_LABEL}: {{}}"
+_NO_UID = "is missing, and names of Secrets contain it: give the stored object with --cluster"
 _NAMED = {"name": str}
 _CONTAINER = _NAMED | {
     "image": str, "command": [str], "args": [str], "env": [_NAMED], "ports": [{}], "volumeMounts": [{}],
@@ -57,7 +60,10 @@ def clusters_in(objects: Sequence[Any]) -> list[Cluster]:
     Raises:
         InvalidSpecError: an LMCacheCluster is invalid.
     """
-    return [parse(item) for each in objects for item in _items(each) if _kind(item) == KIND]
+    items = [item for each in objects for item in _items(each) if _kind(item) == KIND]
+    clusters = [parse(item) for item in items]
+    by_key = {(each.namespace, each.name): item for each, item in zip(clusters, items, strict=True)}
+    return [with_lender(each, by_key.get((each.namespace, remote_owner(each) or ""))) for each in clusters]
 
 
 def inject_objects(
@@ -113,9 +119,21 @@ def _named(
 
 
 def _with_cache(pod: Object, cluster: Cluster, context: Context, where: str) -> Object:
+    _check_uids(cluster)
     metadata = pod.get("metadata") or {}
     labels = (metadata.get("labels") or {}) | {INJECT_LABEL: cluster.name}
     return inject(pod | {"metadata": metadata | {"labels": labels}}, profile(cluster, context), where)
+
+
+def _check_uids(cluster: Cluster) -> None:
+    """Check that the names of all Secrets are known that the operator creates for the pod."""
+    needed = {cluster.name} if cluster.spec.sidecar.http_authentication == TOKEN else set()
+    needed |= {owner} if (owner := remote_owner(cluster)) else set()
+    uids = {name: lender.uid for name, lender in cluster.lenders.items()} | {cluster.name: cluster.uid}
+    for name in sorted(needed):
+        if not uids.get(name):
+            path = f"metadata.uid of LMCacheCluster {name}"
+            raise InvalidSpecError(path, f"{_NO_UID}: kubectl get lmcluster {name} -o yaml")
 
 
 def _items(value: Any) -> Iterator[Any]:

@@ -20,7 +20,7 @@ from lmcache_operator.contract.base import Component, ComponentStatus, Context, 
 from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.specs import Object, names, paths, stateful
-from lmcache_operator.specs.cluster_refs import referred, why_no_peers
+from lmcache_operator.specs.cluster_refs import referred, why_no_peers, with_lender
 from lmcache_operator.specs.merge import dig
 
 _MAX_PODS = 1000
@@ -47,6 +47,10 @@ class Peers(Component):
         """Name of the cluster whose list this one uses; empty: none."""
         return referred(resource, "peers")
 
+    def with_records(self, cluster: Cluster, observed: Observed) -> Cluster:
+        """The cluster with the one whose list it uses."""
+        return with_lender(cluster, observed.referred)
+
     def observes_users(self, resource: Object) -> bool:
         """Whether the cluster has a list, which other clusters may join."""
         return dig(resource, "spec", "tiers", "peers") is not None and not referred(resource, "peers")
@@ -71,8 +75,7 @@ class Peers(Component):
             return due
         may_be_missing = due.lost or _count(observed.resource, "readyReplicas") < cluster.engine.replicas
         are_leaving = any(each.num_listed > each.num_wanted for each in pods)
-        # A Secret that the user created is used as it is.
-        secret = names.child(cluster, names.PEERS, "Secret")
+        secret = names.child(cluster, names.PEERS, "Secret", names.created_secret(cluster, names.PEERS))
         return replace(
             due,
             make=(secret,) if may_be_missing else (),

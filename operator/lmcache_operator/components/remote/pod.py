@@ -121,16 +121,18 @@ def pod_template(cluster: Cluster, managed: ManagedRemote, image: str, spec_hash
         "containers": [_server(managed, image)],
         "enableServiceLinks": False,
         "securityContext": stateful.pod_security(_UID, fsGroup=_UID),
+        "serviceAccountName": names.object_name(cluster.name, names.REMOTE),
         "terminationGracePeriodSeconds": 10,
         "volumes": [
-            {"name": "auth", "secret": {"secretName": names.object_name(cluster.name, names.REMOTE)}},
+            {"name": "auth", "projected": {"sources": _passwords(cluster)}},
             {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
         ],
         **cluster.spec.images.of_pod,
     }
     if managed.tls:
         certificate = names.remote_certificate(cluster)
-        spec["volumes"].append({"name": _TLS_VOLUME, "secret": {"secretName": certificate}})
+        files = [{"key": file, "path": file} for file in ("tls.crt", "tls.key", "ca.crt")]
+        spec["volumes"].append({"name": _TLS_VOLUME, "secret": {"items": files, "secretName": certificate}})
         mount = {"mountPath": paths.REMOTE_TLS_DIR, "name": _TLS_VOLUME, "readOnly": True}
         spec["containers"][0]["volumeMounts"].append(mount)
     placement = {
@@ -140,6 +142,15 @@ def pod_template(cluster: Cluster, managed: ManagedRemote, image: str, spec_hash
     }
     metadata = {"annotations": {names.SPEC_HASH: spec_hash}, "labels": names.labels(cluster, names.REMOTE)}
     return {"metadata": metadata, "spec": spec | {key: value for key, value in placement.items() if value}}
+
+
+def _passwords(cluster: Cluster) -> list[Object]:
+    """The sources of the files with passwords. Only a rotation needs the second one."""
+    secret = names.created_secret(cluster, names.REMOTE)
+    return [
+        {"secret": {"items": [{"key": "password", "path": "password"}], "name": secret}},
+        {"secret": {"items": [{"key": "other", "path": "other"}], "name": secret, "optional": True}},
+    ]
 
 
 def speaks_tls(pod_or_template: Object) -> bool:

@@ -33,7 +33,7 @@ from lmcache_operator.pods.pods import (
     started_at,
 )
 from lmcache_operator.specs import Object, names, paths, stateful
-from lmcache_operator.specs.cluster_refs import referred
+from lmcache_operator.specs.cluster_refs import referred, with_lender
 from lmcache_operator.specs.kinds import Ref, ref_of
 from lmcache_operator.specs.merge import dig
 from lmcache_store.common.text import plain
@@ -52,11 +52,18 @@ class Remote(Component):
     """The shards of a managed remote tier."""
 
     name = names.REMOTE
-    kinds = ("ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "Certificate", "StatefulSet")
+    kinds = (
+        "ServiceAccount", "ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "Certificate",
+        "StatefulSet",
+    )  # fmt: skip
 
     def referred(self, resource: Object) -> str:
         """Name of the cluster whose shards this one uses; empty: none."""
         return referred(resource, "remote")
+
+    def with_records(self, cluster: Cluster, observed: Observed) -> Cluster:
+        """The cluster with the one whose shards it uses."""
+        return with_lender(cluster, observed.referred)
 
     def observes_users(self, resource: Object) -> bool:
         """Whether the cluster has shards but no engines: only other clusters' sidecars report on them."""
@@ -86,8 +93,7 @@ class Remote(Component):
         wanted = _objects(cluster, managed, default, shards, pods)
         due, template = differences(wanted, observed), wanted[-1]["spec"]["template"]
         evict, seconds = _eviction(live, observed, template, shards)
-        # A Secret that the user created is used as it is.
-        secret = names.child(cluster, names.REMOTE, "Secret")
+        secret = names.child(cluster, names.REMOTE, "Secret", names.created_secret(cluster, names.REMOTE))
         return replace(
             due,
             make=() if len(ready) >= _num_servers(cluster, shards) else (secret,),
@@ -129,8 +135,6 @@ class Remote(Component):
         managed, why = dig(other, *_REMOTE, "managed"), "has no tiers.remote.managed"
         if dig(managed, "access") == "Cluster":
             why = "shares it only with its own pods (tiers.remote.managed.access)"
-        elif (secret := dig(managed, "tls", "secretRef", "name")) not in (None, names.remote_tls_name(name)):
-            why = f"has its certificate in Secret {secret} instead of {names.remote_tls_name(name)}"
         elif managed is not None:
             return
         what = f"LMCacheCluster {name} {why}" if other else f"there is no LMCacheCluster {name}"
@@ -256,7 +260,8 @@ def _objects(
     selector = names.selector(cluster.name, names.REMOTE)
     number, image = _num_servers(cluster, shards), managed.image or default
     hashed = {key: value for key, value in declared(managed).items() if key not in _NOT_OF_A_POD}
-    hashed |= {"image": image} | cluster.spec.images.of_pod
+    hashed |= {"image": image, "password": names.secret_name(cluster.name, names.REMOTE, "")}
+    hashed |= cluster.spec.images.of_pod
     template = pod_template(cluster, managed, image, names.digest(hashed))
     host = names.host(cluster.name, names.REMOTE, cluster.namespace)
     endpoints = [f"{name}-{n}.{host}:{names.REMOTE_PORT}" for n in range(number)]
@@ -267,6 +272,8 @@ def _objects(
     files = {paths.SHARDS_FILE: shards.document(endpoints, secure, authority)}
     stateful_set = stateful.stateful_set(cluster, names.REMOTE, number, template)
     return [
+        # Without an account of its own, the user's image would be pulled with the Secrets of another one.
+        child("ServiceAccount", automountServiceAccountToken=False),
         child("ConfigMap", annotations={_SHARDS: str(shards)}, data=files),
         child("Service", spec=stateful.headless_service(selector, _PORT)),
         child("NetworkPolicy", spec=_network_policy(cluster, managed)),

@@ -18,7 +18,7 @@ def reachable(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     problems = []
     has_tls = dig(cluster.resource, "spec", "tiers", "peers", "tls") is not None
     certificates = ", and that the certificates of both pods are valid and of the same authority"
-    secret = names.object_name(referred(cluster.resource, "peers") or cluster.name, names.PEERS)
+    secret = names.secret_name(referred(cluster.resource, "peers") or cluster.name, names.PEERS, "")
     parts = parts_of(cluster, "peers")
     for pod, part in parts.items():
         for server in servers_of(part):

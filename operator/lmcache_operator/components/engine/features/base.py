@@ -225,3 +225,8 @@ def secret_source(name: str, **keys: str | None) -> Object:
     """A Secret volume whose files have the operator's names, whatever names the user's keys have."""
     items = [{"key": key, "path": path} for path, key in keys.items() if key is not None]
     return {"secret": {"items": items, "secretName": name}}
+
+
+def optional_files(name: str, *keys: str) -> Object:
+    """A Secret volume with only these keys, which may be missing."""
+    return {"secret": {**secret_source(name, **{key: key for key in keys})["secret"], "optional": True}}

@@ -11,13 +11,20 @@ from typing import Any, ClassVar
 
 from lmcache_operator.api.parse import Cluster, declared
 from lmcache_operator.api.types import Spec
-from lmcache_operator.components.engine.features.base import POD_NAME, PodFeature, Volume, part_of
+from lmcache_operator.components.engine.features.base import (
+    POD_NAME,
+    PodFeature,
+    Volume,
+    optional_files,
+    part_of,
+)
 from lmcache_operator.contract.base import Observed, SidecarState
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object, names, paths
 from lmcache_operator.specs.cluster_refs import referred, why_no_peers
 from lmcache_operator.specs.merge import dig
 
+_CERTIFICATE = ("tls.crt", "tls.key", paths.AUTHORITY_FILE)
 _FIELD = "tiers.peers"
 
 
@@ -37,7 +44,8 @@ class PeersFeature(PodFeature[bool]):
     def hashed(self, cluster: Cluster, settings: Object) -> None:
         """Peers with only defaults count, too. Their list is not part of the pod."""
         if (peers := cluster.spec.tiers.peers) is not None:
-            settings["tiers"]["peers"] = declared(peers)
+            secret = names.tier_secret(cluster, names.peers_owner(cluster), names.PEERS)
+            settings["tiers"]["peers"] = declared(peers) | {"password": secret}
 
     def env(self, cluster: Cluster) -> dict[str, str]:
         """Options of the tier. Injected sidecars must not get them: their pods have no stable names."""
@@ -58,15 +66,14 @@ class PeersFeature(PodFeature[bool]):
         """List, password and certificate. All are optional: without them, the engine runs without peers."""
         if (peers := cluster.spec.tiers.peers) is None:
             return
-        name = names.object_name(names.peers_owner(cluster), names.PEERS)
-        key = {"key": "password", "path": "password"}
-        password = {"secret": {"items": [key], "secretName": name, "optional": True}}
-        listed = {"configMap": {"name": name, "optional": True}}
+        owner = names.peers_owner(cluster)
+        listed = {"configMap": {"name": names.object_name(owner, names.PEERS), "optional": True}}
         yield Volume("peers", paths.PEERS_DIR, listed)
-        yield Volume("peers-auth", paths.PEERS_AUTH_DIR, password)
+        if password := names.tier_secret(cluster, owner, names.PEERS):
+            yield Volume("peers-auth", paths.PEERS_AUTH_DIR, optional_files(password, "password"))
         if peers.tls:
             # Without the certificate, the sidecar refuses its peers.
-            files = {"secret": {"secretName": names.peers_certificate(cluster), "optional": True}}
+            files = optional_files(names.peers_certificate(cluster), *_CERTIFICATE)
             yield Volume("peers-tls", paths.PEERS_TLS_DIR, files)
 
     def labels(self, cluster: Cluster) -> dict[str, str]:

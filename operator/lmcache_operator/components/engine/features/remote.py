@@ -21,14 +21,15 @@ class RemoteFeature(LowerTierFeature):
     )
 
     def hashed(self, cluster: Cluster, settings: Object) -> None:
-        """The pod has only the encryption of a managed tier, and mounts the certificate by its name."""
-        if cluster.spec.tiers.managed is None:
+        """The pod has only the encryption of a managed tier, and mounts Secrets by their names."""
+        if (owner := names.remote_owner(cluster)) is None:
             return
-        tiers = settings["tiers"]
-        encryption = tiers["remote"].get("encryption")
-        tiers["remote"] = {"managed": True} | ({"encryption": encryption} if encryption else {})
-        if (secret := names.remote_certificate(cluster)) != names.remote_tls_name(cluster.name):
-            tiers["remote"]["tls"] = secret
+        remote = settings["tiers"]["remote"]
+        if cluster.spec.tiers.managed is not None:
+            encryption = remote.get("encryption")
+            remote = {"managed": True} | ({"encryption": encryption} if encryption else {})
+        secrets = [names.tier_secret(cluster, owner, names.REMOTE), names.remote_certificate(cluster)]
+        settings["tiers"]["remote"] = remote | {"secrets": secrets}
 
     def config(self, cluster: Cluster) -> Object:
         """URL of the servers, and the files with the list of shards and with credentials."""
@@ -53,11 +54,14 @@ class RemoteFeature(LowerTierFeature):
             # All sources are optional: if one is missing, the engine runs, and has no remote tier.
             name = names.object_name(owner, names.REMOTE)
             listed = {"configMap": {"name": name, "optional": True}}
-            secrets = {"password": name}
-            secrets[paths.AUTHORITY_FILE] = names.remote_certificate(cluster)
+            secrets = {
+                "password": names.tier_secret(cluster, owner, names.REMOTE),
+                paths.AUTHORITY_FILE: names.remote_certificate(cluster),
+            }
             sources = [
-                {"secret": {"items": [{"key": key, "path": key}], "name": name, "optional": True}}
-                for key, name in secrets.items()
+                {"secret": {"items": [{"key": key, "path": key}], "name": secret, "optional": True}}
+                for key, secret in secrets.items()
+                if secret
             ]
             files = {"projected": {"sources": sources}}
             yield Volume("remote", paths.REMOTE_DIR, listed)

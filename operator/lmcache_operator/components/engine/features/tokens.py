@@ -7,7 +7,7 @@ from typing import Any
 
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.types import TOKEN
-from lmcache_operator.components.engine.features.base import PodFeature, Volume
+from lmcache_operator.components.engine.features.base import PodFeature, Volume, optional_files
 from lmcache_operator.contract.base import Observed, SidecarState
 from lmcache_operator.contract.conditions import Condition, failure_of, silence_of
 from lmcache_operator.pods.resize import env_of_sidecar
@@ -28,6 +28,11 @@ class Tokens(PodFeature[bool]):
     condition_type = "TokensRequired"
     absent = False
 
+    def hashed(self, cluster: Cluster, settings: Object) -> None:
+        """The pod mounts the tokens by the name of their Secret."""
+        if _has_tokens(cluster):
+            settings["pages"] = names.created_secret(cluster, names.PAGES)
+
     def env(self, cluster: Cluster) -> dict[str, str]:
         """A variable and not a key of the shared file: only pods that mount the tokens may get it."""
         return {_TOKENS_DIR: paths.PAGES_DIR} if _has_tokens(cluster) else {}
@@ -35,8 +40,8 @@ class Tokens(PodFeature[bool]):
     def volumes(self, cluster: Cluster) -> Iterator[Volume]:
         """The accepted tokens. A missing Secret stops no pod: its sidecar accepts no token."""
         if _has_tokens(cluster):
-            source = {"secret": {"optional": True, "secretName": names.pages_name(cluster.name)}}
-            yield Volume("pages", paths.PAGES_DIR, source)
+            tokens = optional_files(names.created_secret(cluster, names.PAGES), "token", "operator")
+            yield Volume("pages", paths.PAGES_DIR, tokens)
 
     def labels(self, cluster: Cluster) -> dict[str, str]:
         """The label by which PodMonitors of the chart skip the pod."""
@@ -45,7 +50,7 @@ class Tokens(PodFeature[bool]):
     def made(self, cluster: Cluster) -> Iterator[Object]:
         """The Secret with the tokens. A user who deletes it gets another token."""
         if _has_tokens(cluster):
-            yield names.child(cluster, names.ENGINE, "Secret", names.pages_name(cluster.name))
+            yield names.child(cluster, names.ENGINE, "Secret", names.created_secret(cluster, names.PAGES))
 
     def read(self, stats: Mapping[str, Any]) -> bool:
         """Whether the sidecar asks for tokens."""
