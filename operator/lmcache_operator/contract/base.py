@@ -212,7 +212,7 @@ class Component(ABC):
     kinds: ClassVar[tuple[str, ...]]
     """Kinds of the objects with the component's name (``names.object_name``), prerequisites first."""
     used: ClassVar[tuple[str, ...]] = ()
-    """Names of the components whose objects its pods use, too."""
+    """Names of the components whose objects it uses, too."""
     changes_foreign_pods: ClassVar[bool] = False
     """Whether its objects change users' own pods. They are applied only if no component failed to plan, and
     none before it failed to apply."""

@@ -7,9 +7,9 @@ import pytest
 
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.specs.kinds import Ref
-from lmcache_operator.specs.names import COMPONENT_LABEL
+from lmcache_operator.specs.names import COMPONENT_LABEL, ENGINE, PEERS, REMOTE
 from tests.harness.operator.components import ReconciledCluster
-from tests.harness.operator.model import NAME
+from tests.harness.operator.model import NAME, secret_of
 
 TLS = {"tls": {"issuerRef": {"name": "caches"}}}
 FULL: dict[str, Any] = {
@@ -73,6 +73,9 @@ def test_no_pods_are_created_that_would_use_an_object_of_another_owner(ref: Ref)
     assert [other for other, each in made.items() if ref in used(each)] == []
     labels = [each["metadata"]["labels"][COMPONENT_LABEL] for each in made.values()]
     assert (COMPONENT_OF[ref] in labels) == (ref in FOR_CLIENTS)
+    tiers = {PEERS: PEERS, ENGINE: PEERS, REMOTE: REMOTE}
+    if ref not in FOR_CLIENTS and (tier := tiers.get(COMPONENT_OF[ref])):
+        assert secret_of(tier) not in bench.world.objects, "sidecars of other clusters would connect"
 
     del bench.world.objects[ref]
     bench.settle()

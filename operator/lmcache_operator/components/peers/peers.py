@@ -42,6 +42,7 @@ class Peers(Component):
 
     name = names.PEERS
     kinds = ("ConfigMap", "Certificate")
+    used = (names.ENGINE,)  # the list has names in the Service of the engine pods
 
     def referred(self, resource: Object) -> str:
         """Name of the cluster whose list this one uses; empty: none."""
