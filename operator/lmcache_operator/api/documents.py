@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import chain
 from typing import Any, NamedTuple
 
 import yaml
@@ -15,8 +16,43 @@ _AMBIGUOUS = re.compile(
 """Strings that Go's parser reads as numbers or booleans and Python's as strings, such as 1e3 and 0o17."""
 
 
+_MAX_REPEATED = 1 << 20
+"""Characters and values that the aliases of a document may repeat. Without a limit, a few hundred bytes with
+aliases of aliases take all memory. An object of Kubernetes has at most 1.5 MiB.
+"""
+
+
 class _Loader(yaml.SafeLoader):
-    """Loader without dates and other types of YAML 1.1 that JSON, and so Kubernetes, lacks."""
+    """Loader without dates and other types of YAML 1.1 that JSON, and so Kubernetes, lacks.
+
+    It counts what aliases repeat before it creates any value, because a merge key copies what it repeats.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._sizes: dict[yaml.Node, int] = {}
+        self._num_repeated = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        """Compose a node of the document, or find the node that an alias repeats. Raises yaml.YAMLError."""
+        is_alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        assert node is not None
+        if is_alias:
+            # A value that contains itself has no size yet.
+            self._num_repeated += self._sizes.get(node, _MAX_REPEATED + 1)
+            if self._num_repeated > _MAX_REPEATED:
+                problem = "aliases repeat too many values, or the value that contains them"
+                raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
+        else:
+            self._sizes[node] = self._size(node)
+        return node
+
+    def _size(self, node: yaml.Node) -> int:
+        if isinstance(node, yaml.ScalarNode):
+            return 1 + len(node.value)
+        parts = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+        return 1 + sum(self._sizes[part] for part in parts)
 
 
 class _WithoutColons(NamedTuple):

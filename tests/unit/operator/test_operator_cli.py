@@ -94,6 +94,29 @@ def test_render_reports_file_and_mistake(text, message, tmp_path, capsys):
     assert message in captured.err
 
 
+def bomb(repeated: str) -> str:
+    """A file of aliases that each repeat the one before, and that would have 2^32 values."""
+    levels = (f"a{n}: &a{n} {repeated.format(f'*a{n - 1}')}" for n in range(1, 33))
+    return "\n".join(["a0: &a0 {x: y}", *levels])
+
+
+@pytest.mark.parametrize("command", ["render", "inject"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a {b: *a}",
+        bomb("[{0}, {0}]"),
+        bomb("{{<<: [{0}, {0}]}}"),
+        f"a: &a {'x' * 1000}\nb: [{'*a, ' * 2000}]",
+    ],
+)
+def test_aliases_of_a_file_are_limited(command, text, tmp_path, capsys):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    assert main([command, "-f", str(file)]) == 2
+    assert "aliases repeat too many values" in capsys.readouterr().err
+
+
 def test_json_lines_have_the_traceback() -> None:
     record = logging.LogRecord("a", logging.ERROR, "f", 1, "b", (), (ValueError, ValueError("x"), None))
     assert "ValueError: x" in json.loads(formatter("json").format(record))["exc_info"]

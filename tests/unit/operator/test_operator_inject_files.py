@@ -45,6 +45,13 @@ def test_load_keeps_yaml_1_1_words_as_strings() -> None:
     assert load("[1:30, 1:30.5, =, 2001-01-01, 12, 1.5]") == [["1:30", "1:30.5", "=", "2001-01-01", 12, 1.5]]
 
 
+def test_load_repeats_what_an_alias_names() -> None:
+    assert load("[&a {x: &b [1]}, {<<: *a, y: *b}]\n---\n[&a 1, *a]") == [
+        [{"x": [1]}, {"x": [1], "y": [1]}],
+        [1, 1],
+    ]
+
+
 def test_inject_unpacks_a_list_of_kubectl() -> None:
     listed = {"kind": "List", "items": [deployment(), {"kind": "Service"}]}
     assert injected(listed) == injected(deployment(), {"kind": "Service"})
