@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import uuid
 
 import pytest
 
@@ -119,6 +120,26 @@ def test_engines_share_the_kv_of_adapters_with_the_same_files(prompt, serve, sgl
         answer = generate(engine, prompt, lora_path="adapter")
         assert answer.num_cached_tokens == 0
         assert answer.tokens != computed.tokens
+
+
+def test_extra_key_of_a_request_never_loads_pages_of_an_adapter_nor_the_other_way_round(serve, sglang):
+    """SGLang appends the adapter's id to the extra key, and a client may know the adapter's name and path."""
+    path = save_adapter(sglang.logs / "adapter", 3)
+    adapter_id = uuid.uuid5(uuid.NAMESPACE_URL, f"adapter\0{path}").hex
+    adapted = {"enable_lora": True, "lora_paths": f"adapter={path}", "lora_backend": "torch_native"}
+    with serve(**adapted) as engine:
+        for key in ({}, {"extra_key": "x"}):
+            of_adapter = {"lora_path": "adapter", **key}
+            of_base = {"extra_key": key.get("extra_key", "") + adapter_id}
+            for first, second in ((of_adapter, of_base), (of_base, of_adapter)):
+                prompt = new_prompt(NUM_TOKENS)
+                expected = generate(engine, prompt, **second, cache_salt="alone")
+                (stored,) = store(engine, prompt, **first)
+                assert stored.tokens != expected.tokens
+                answer = generate(engine, prompt, **second)
+                assert (answer.num_cached_tokens, answer.tokens) == (0, expected.tokens)
+                loaded = load(engine, prompt, **first)
+                assert (loaded.cached["storage"], loaded.tokens) == (HIT, stored.tokens)
 
 
 def client_of(engine, sidecar):

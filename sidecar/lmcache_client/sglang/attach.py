@@ -104,6 +104,11 @@ def _check_options(extra_config: Mapping[str, Any], engine: EngineOptions, ranks
         raise UnsupportedError(
             'SGLang passes no pages: add "interface_v1": 1 to --hicache-storage-backend-extra-config'
         )
+    if engine.enable_lora and not WATCH.is_complete:
+        raise UnsupportedError(
+            "the engine serves LoRA adapters and was started without this backend, so its KV may have wrong"
+            " names: start SGLang with the backend"
+        )
     if ranks.num_columns > 1 and (num_nodes := getattr(engine, "nnodes", 1)) > 1:
         raise UnsupportedError(
             f"the KV of one page is on {num_nodes} machines, but a sidecar needs all of it: use --nnodes 1"

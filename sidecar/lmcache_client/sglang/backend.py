@@ -126,14 +126,15 @@ class LMCacheBackend(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # s
             self._attach()
 
     def _note_engine(self) -> None:
-        """Watch the weights from now on, and note all that is known only while SGLang loads the backend.
+        """Watch weights and adapters from now on, and note what is known only while SGLang loads the backend.
 
-        This runs on SGLang's scheduler thread, so that no weight update comes before.
+        This runs on SGLang's scheduler thread, so that no weight update and no request comes before.
         """
-        from lmcache_client.sglang import weights, windows
+        from lmcache_client.sglang import adapters, weights, windows
         from lmcache_client.sglang.options import EngineOptions
 
         weights.install(is_start=EngineOptions().loads_backend_at_start)
+        adapters.separate()
         windows.note_radix_cache()
 
     def _attach(self) -> None:

@@ -1,7 +1,7 @@
 """Lists everything that makes KV of SGLang comparable. The namespace is a hash of this listing.
 
 SGLang names a page by a hash over the tokens up to its end, the request's cache salt and its extra key, which
-contains the id of the LoRA adapter. The namespace covers what the hash does not.
+contains the id of the LoRA adapter (see ``adapters``). The namespace covers what the hash does not.
 """
 
 from __future__ import annotations

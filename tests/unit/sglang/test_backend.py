@@ -78,6 +78,7 @@ def world(monkeypatch, give_module):
         state.installs.append((is_start, threading.current_thread()))
 
     give_module(STORAGE, HiCacheStorage=Storage, PoolTransferResult=SimpleNamespace)
+    give_module("sglang.srt.managers.schedule_batch", Req=type("Req", (), {}))
     monkeypatch.delitem(sys.modules, "lmcache_client.sglang.backend", raising=False)
     monkeypatch.setattr(TIMING, "start_seconds", 60.0)
     monkeypatch.setattr(support, "check_version", lambda: None)

@@ -107,7 +107,7 @@ def test_split_pool_next_to_replicated_kv_is_refused(pool):
 def test_engine_that_passes_no_pages_or_parts_of_them_on_other_machines_is_refused(
     monkeypatch, fields, num_nodes, message
 ):
-    monkeypatch.setattr(attach, "EngineOptions", lambda: SimpleNamespace(nnodes=num_nodes))
+    monkeypatch.setattr(attach, "EngineOptions", lambda: SimpleNamespace(enable_lora=False, nnodes=num_nodes))
     with pytest.raises(UnsupportedError, match=message):
         attach.attach(config(**fields), {"kv": SimpleNamespace(page_size=1)}, SGLangSettings())
 
