@@ -29,6 +29,8 @@ GATEWAY = {"podSelector": {"matchLabels": {"app": "gateway"}}}
 BLOCK = {"ipBlock": {"cidr": "10.0.0.0/8", "except": ["10.1.0.0/16"]}}
 SGLANG: Object = {"kind": "SGLang"}
 CACHE_AWARE: Object = {"router": {"policy": "CacheAware"}}
+BY_LOAD: Object = {"router": {"policy": "PowerOfTwo", "args": ["--max-concurrent-requests=9"]}}
+ONE_POOL: Object = {"router": {"policy": "RoundRobin", "args": ["--decode-policy=kv_aware"]}}
 
 
 def engine(**fields: Any) -> Object:
@@ -158,8 +160,11 @@ REFUSED = [
     (named(salted("a", lowerTierBytes="0")), "tenants.named[].lowerTierBytes must be between 1 and 1024Ti"),
     (named(default={"lowerTierBytes": "0.5"}), "tenants.default.lowerTierBytes must be between 1 and 1024Ti"),
     (named(header=True) | engine(**SGLANG), "tenants.header needs engine.kind vLLM"),
-    (named() | {"router": {}}, "salts of tenants in clear text to the router's network"),
-    (split() | CACHE_AWARE | named(header=True), "vLLM's router drops the header with engine.prefill"),
+    (named() | {"router": {}}, "router.policy must be PowerOfTwo or RoundRobin, or CacheAware without"),
+    (named() | {"router": {"policy": "ConsistentHash"}}, "depend on other tenants' prompts"),
+    (named(header=True) | CACHE_AWARE, "or CacheAware without tenants.header"),
+    (split() | named() | ONE_POOL, "use router.policy for both pools"),
+    (split() | BY_LOAD | named(header=True), "vLLM's router drops the header with engine.prefill"),
     # autoscaling
     (scaling(mode="Auto"), "mode Auto changes only tiers with bounds"),
     (scaling(memory={"maxSize": "1Ki"}), "autoscaling.memory.maxSize must be between 64Mi and 16Ti"),
@@ -212,7 +217,8 @@ STORED = [
     engine(podTemplate={"metadata": {"labels": {"a": "b"}, "creationTimestamp": None}}),
     named(),
     named(of_secret(minMemoryPercent=50), salted("b", minMemoryPercent=50, lowerTierBytes="1")),
-    named(header=True, default={"priority": -100}) | CACHE_AWARE,
+    named(header=True, default={"priority": -100}) | BY_LOAD,
+    split() | CACHE_AWARE | named(),
     named(default={"memoryPercent": 30}),
     named(salted("a")) | engine(**SGLANG),
     # The most expensive object for the rules that compare all tenants with each other.

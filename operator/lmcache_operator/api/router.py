@@ -8,8 +8,8 @@ from typing import Any
 from lmcache_operator.api.fields import Part, Rule, field
 from lmcache_operator.api.keywords import ARGUMENTS, IMAGE_NAME
 
-KV_AWARE = "KVAware"
-POLICIES = (KV_AWARE, "CacheAware", "RoundRobin", "PowerOfTwo", "ConsistentHash")
+KV_AWARE, CACHE_AWARE = "KVAware", "CacheAware"
+POLICIES = (KV_AWARE, CACHE_AWARE, "RoundRobin", "PowerOfTwo", "ConsistentHash")
 _OPTION = "^--[a-z]"
 
 

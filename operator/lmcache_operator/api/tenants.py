@@ -5,12 +5,13 @@ A tenant is all requests with the same ``cache_salt``. The spec names a salt by 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from lmcache_operator.api.fields import Part, Rule, field
 from lmcache_operator.api.keywords import NAME, needs_engine, size_between
-from lmcache_operator.api.router import KV_AWARE
+from lmcache_operator.api.router import CACHE_AWARE
 from lmcache_store.common.units import parse_quantity
 from lmcache_store.tenant_names import DEFAULT_NAME, MAX_CHARACTERS, MAX_NAMED, PATTERN
 
@@ -205,6 +206,10 @@ def bytes_of(size: str | None) -> int:
 
 
 _NO_TENANTS = "!has(self.tenants)"
+# Policies that know nothing of prompts. CacheAware separates prompts by the salt in the body, and ignores the
+# header. ConsistentHash sends equal prompts to one engine, whatever their salt.
+_BY_LOAD = "PowerOfTwo", "RoundRobin"
+_POOL_POLICY = "^--(prefill|decode)[-_]p"
 SPEC_RULES = (
     needs_engine("tenants", "set tenants at the clusters that have engines"),
     Rule(
@@ -214,10 +219,23 @@ SPEC_RULES = (
         lambda spec: not (spec.tenants and spec.tenants.header and spec.engine and spec.engine.prefill),
     ),
     Rule(
-        f"{_NO_TENANTS} || !has(self.router) || self.router.policy != '{KV_AWARE}'",
-        "router.policy KVAware would publish the salts of tenants in clear text to the router's network: set "
-        "router.policy to CacheAware",
-        lambda spec: spec.tenants is None or spec.router is None or spec.router.policy != KV_AWARE,
+        f"{_NO_TENANTS} || !has(self.router) || self.router.policy in {[*_BY_LOAD]} || "
+        f"(self.router.policy == '{CACHE_AWARE}' && !self.tenants.header)",
+        f"with tenants, router.policy must be {' or '.join(_BY_LOAD)}, or {CACHE_AWARE} without "
+        "tenants.header. Others publish salts, or let response times depend on other tenants' prompts",
+        lambda spec: (
+            not (spec.tenants and spec.router)
+            or spec.router.policy in _BY_LOAD
+            or (spec.router.policy == CACHE_AWARE and not spec.tenants.header)
+        ),
+    ),
+    Rule(
+        f"{_NO_TENANTS} || !has(self.router) || !self.router.args.exists(a, a.matches('{_POOL_POLICY}'))",
+        "with tenants, router.args must not set the policy of one pool: use router.policy for both pools",
+        lambda spec: (
+            not (spec.tenants and spec.router)
+            or not any(re.match(_POOL_POLICY, argument) for argument in spec.router.args)
+        ),
     ),
 )
 """Rules of the whole spec."""

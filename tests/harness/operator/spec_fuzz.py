@@ -139,8 +139,8 @@ def _obey_tenants(spec: Object, tenants: Object) -> None:
     """Give tenants different names and salts, and shares and a router that fit them."""
     if spec["engine"].get("kind") == "SGLang":
         tenants.pop("header", None)
-    if "router" in spec and spec["router"].get("policy", "KVAware") == "KVAware":
-        spec["router"]["policy"] = "CacheAware"
+    if "router" in spec:
+        spec["router"]["policy"] = "PowerOfTwo"
     tenants.get("default", {}).pop("memoryPercent", None)
     for number, tenant in enumerate(tenants.get("named", ())):
         tenant["name"] = f"t{number}"

@@ -71,7 +71,7 @@ REPLACING = [
     (TWO, named(SALT, SALT | {"name": "new", "saltSecretRef": {"name": "new"}})),
     (TWO, named(SALT | {"saltSecretRef": {"name": "search-salt", "key": "other"}})),
     (named(), named(header=True)),
-    (named(header=True), named(header=True) | CACHE_AWARE),
+    (named(header=True), named(header=True) | {"router": {"policy": "PowerOfTwo"}}),
     (named(), {}),
 ]
 KEEPING = [

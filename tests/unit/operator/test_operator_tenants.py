@@ -34,7 +34,8 @@ def hashed(digit: str, **shares: Any) -> dict[str, Any]:
     return {"saltHash": digit * 64, **shares}
 
 
-CACHE_AWARE = {"router": {"policy": "CacheAware"}}
+CACHE_AWARE, BY_LOAD = ({"router": {"policy": policy}} for policy in ("CacheAware", "PowerOfTwo"))
+ONE_POOL = {"router": {"policy": "RoundRobin", "args": ["--prefill-pol=cache_aware"]}}
 NAMED, DEFAULT = "spec.tenants.named", "spec.tenants.default"
 INVALID: list[tuple[dict[str, Any], str, str]] = [
     (named(hashed("a"), hashed("b", name="t0")), NAMED, "two tenants have one name"),
@@ -61,8 +62,11 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     (named(default={"memoryPercent": True}), f"{DEFAULT}.memoryPercent", "must be an integer"),
     (named(default={"minMemoryPercent": 1}), f"{DEFAULT}.minMemoryPercent", "not a known field"),
     (named(header=True) | {"engine": {"kind": "SGLang"}}, "spec", "tenants.header needs engine.kind vLLM"),
-    (named() | {"router": {}}, "spec", "set router.policy to CacheAware"),
-    (with_prefill() | CACHE_AWARE | named(header=True), "spec", "the header with engine.prefill: remove ten"),
+    (named() | {"router": {}}, "spec", "router.policy must be PowerOfTwo or RoundRobin, or CacheAware"),
+    (named() | {"router": {"policy": "ConsistentHash"}}, "spec", "depend on other tenants' prompts"),
+    (named(header=True) | CACHE_AWARE, "spec", "or CacheAware without tenants.header"),
+    (with_prefill() | named() | ONE_POOL, "spec", "use router.policy for both pools"),
+    (with_prefill() | BY_LOAD | named(header=True), "spec", "the header with engine.prefill: remove ten"),
 ]
 
 
@@ -93,7 +97,7 @@ def test_default_is_the_budget_of_other_salts(default: dict[str, Any], percent: 
 
 
 def test_engines_behind_a_router_refuse_requests_whose_header_it_drops() -> None:
-    args = pod_of(**named(header=True), router={"policy": "CacheAware"})["containers"][0]["args"]
+    args = pod_of(**named(header=True), **BY_LOAD)["containers"][0]["args"]
     middleware = [arg for arg in args if "tenant_header" in arg]
     assert middleware == [HEADER.replace("TenantHeader", "RoutedTenantHeader")]
 
