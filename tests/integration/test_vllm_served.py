@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_client.vllm.router_discovery import RENDER_PATHS
 from lmcache_client.vllm.tenant_header import PATHS
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.engine.engine import Engine
@@ -35,6 +36,7 @@ NUM_TOKENS = 100
 HEADER = "X-LMCache-Tenant"
 SALT, OTHER_SALT = "salt of search", "salt of batch"
 MIDDLEWARE = "lmcache_client.vllm.tenant_header.RoutedTenantHeader"
+DISCOVERY = "lmcache_client.vllm.router_discovery.RouterDiscovery"
 SEEDS = map("served {}".format, itertools.count())
 
 
@@ -70,6 +72,7 @@ class World:
             "--tensor-parallel-size=2",
             f"--otlp-traces-endpoint={self.receiver.endpoint}",
             f"--middleware={MIDDLEWARE}",
+            f"--middleware={DISCOVERY}",  # vLLM then answers at the paths of RENDER_PATHS
             rendered_timeout(),
             environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1", "OTEL_BSP_SCHEDULE_DELAY": "50"},
         )
@@ -212,8 +215,29 @@ def test_requests_whose_tenant_cannot_be_set_are_refused(world: World) -> None:
         answered = refusal_of(world.request(b"{}", path=path, method=method.upper()))
         assert (answered == refused) is (path not in PATHS), f"{method} {path} may have no salt"
         # vLLM's router drops the header at most paths.
-        if method == "post" and not path.endswith("/completions/render"):
+        if method == "post":
             assert refusal_of(world.request(b'{"input": "hi"}', path=path, salt=None)) == refused, path
+
+
+def test_no_answer_shows_the_salt(world: World) -> None:
+    """vLLM's answers at the paths that tokenize prompts contain the salt of the request."""
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    bodies = {
+        path: chat if "chat" in path else {"prompt": "hi", "input": "hi"} for path in PATHS | RENDER_PATHS
+    }
+    shown = set()
+    for path, body in bodies.items():
+        for salt in (SALT, None):
+            salted = {} if salt else {"cache_salt": SALT}
+            data = json.dumps({"model": "tiny", "max_tokens": 1, **body, **salted}).encode()
+            try:
+                with urllib.request.urlopen(world.request(data, path=path, salt=salt), timeout=300) as answer:
+                    text = answer.read().decode()
+            except urllib.error.HTTPError as error:
+                text = error.read().decode()
+            if SALT in text:
+                shown.add(path)
+    assert shown == set()
 
 
 def test_terminated_engine_finishes_its_streams(world: World) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 
-from lmcache_client.vllm.router_discovery import RENDER_PATHS, App, Message, Receive, Send
+from lmcache_client.vllm.router_discovery import App, Message, Receive, Send
 
 HEADER = b"x-lmcache-tenant"
 MAX_BODY_BYTES = 32 << 20
@@ -26,8 +26,11 @@ MAX_ERROR_BYTES = 1 << 20
 """Longest error that is passed to the client. Another text replaces a longer one."""
 
 MAX_SALT_BYTES = 256
-PATHS = RENDER_PATHS | {"/v1/completions", "/v1/chat/completions", "/v1/responses"}
-"""Paths whose requests have a ``cache_salt`` in all supported versions. At other paths vLLM may ignore it."""
+PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+"""Paths whose requests have a ``cache_salt`` in all supported versions, and whose answers do not show it.
+
+At other paths vLLM may ignore it. The answers at ``/v1/completions/render`` and the like contain it.
+"""
 
 _MIN_PIECE = 3  # bytes of a shortened salt
 _POLICY_VIOLATION = 1008  # code of a closed WebSocket
@@ -76,7 +79,7 @@ class RoutedTenantHeader(TenantHeader):
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass a request on with the salt of its header, or refuse it."""
         has_header = any(name.lower() == HEADER for name, _ in scope.get("headers", ()))
-        if scope["type"] != "http" or has_header or _path(scope) in RENDER_PATHS:
+        if scope["type"] != "http" or has_header:
             await super().__call__(scope, receive, send)
             return
         first = await receive()
@@ -181,15 +184,9 @@ async def _read_body(scope: Message, receive: Receive) -> bytes | None:
     return b"".join(parts)
 
 
-def _path(scope: Message) -> str:
-    """Return the path below the server's root."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
-
-
 def _with_salt(scope: Message, body: bytes, salt: str) -> bytes:
     """Return the body with this ``cache_salt``."""
-    path = _path(scope)
+    path = scope["path"].removeprefix(scope.get("root_path", ""))  # the path below the server's root
     if path not in PATHS:
         raise _RefusedError(f"requests to {path[:100]!r} can't have a tenant")
     headers = {name.lower(): value.lower() for name, value in scope["headers"]}

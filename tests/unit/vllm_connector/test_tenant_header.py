@@ -105,6 +105,10 @@ def test_paths_with_a_salt(path: str):
         (b"{}", {"headers": (JSON, TENANT, (b"content-encoding", b"gzip"))}, "compressed"),
         *((body, {}, "not valid JSON") for body in (b"{", b"\xff", b"[" * 100_000)),
         (b"[1]", {}, "JSON object"),
+        *(
+            (b"{}", {"path": f"/v1/{kind}completions/render"}, "can't have a tenant")
+            for kind in ("", "chat/")
+        ),
         (b"{}", {"path": "/v1/audio/speech"}, "'/v1/audio/speech' can't have a tenant"),
         (b"{}", {"path": "/v1/completions/"}, "can't have a tenant"),
         (b"{}", {"path": "/v1/chat/completions/batch"}, "can't have a tenant"),
@@ -137,7 +141,10 @@ def test_websockets_are_refused():
     assert b"WebSocket" in body["body"]
 
 
-LOST = ("/v1/responses", "/root/v1/responses", "/invocations", "/v1/completions", "/v1/chat/completions")
+LOST = (
+    *("/v1/responses", "/root/v1/responses", "/invocations"),
+    *("/v1/completions", "/v1/chat/completions", "/v1/completions/render"),
+)
 
 
 @pytest.mark.parametrize("path", LOST)
@@ -153,8 +160,6 @@ def test_engine_behind_a_router_accepts_other_requests():
     options = {"middleware": RoutedTenantHeader}
     assert json.loads(request(b"{}", path="/v1/responses", **options).body) == {"cache_salt": "s3cret"}
     assert json.loads(request(b"{}", **options).body) == {"cache_salt": "s3cret"}
-    for path in ("/v1/completions/render", "/v1/chat/completions/render"):
-        assert request(b"{}", headers=(JSON,), path=path, **options).body == b"{}"
     for path in ("/health", "/reset_prefix_cache"):
         assert request(b"", headers=(JSON,), path=path, **options).body == b""
     assert request(headers=(JSON,), path="/invocations", **options).body is None, "the client left"
