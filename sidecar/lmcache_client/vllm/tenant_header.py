@@ -4,9 +4,9 @@ A salt separates the KV of tenants, and budgets of tenants go by it. vLLM reads 
 body, which the client writes. A gateway that knows the tenant can set a header more easily than a body.
 
 - With the header, its value replaces ``cache_salt``. A request whose salt can't be set gets status 400.
-- Without the header, nothing is changed. The gateway must therefore set the header in each request, and
+- Without the header, requests are not changed. The gateway must therefore set the header in each request, and
   replace a header of the client. Clients must not reach the engine by another way.
-- Requests without a body, such as ``GET /health``, pass.
+- Requests without a body, such as ``GET /health``, pass. WebSockets are refused, with and without the header.
 - Errors of vLLM may repeat the request's body. The salt in them is replaced by ``***``. vLLM's logs of errors
   and its debug logs may still contain it.
 """
@@ -48,20 +48,21 @@ class TenantHeader:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass a request on with the salt of its header, or refuse it."""
+        if scope["type"] == "websocket":
+            await _refuse(scope, receive, send, "a WebSocket can't have a tenant: send requests over HTTP")
+            return
         salts = [value for name, value in scope.get("headers", ()) if name.lower() == HEADER]
-        if not salts or scope["type"] not in ("http", "websocket"):
+        if not salts or scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
             salt = _read_salt(salts)
-            if scope["type"] == "websocket":
-                raise _RefusedError("a WebSocket can't have a tenant: send requests over HTTP")
             body = await _read_body(scope, receive)
             if body is None:
                 return
             changed = _with_salt(scope, body, salt) if body else body
         except _RefusedError as error:
-            await _refuse(scope, receive, send, f"X-LMCache-Tenant: {error}")
+            await _refuse(scope, receive, send, str(error))
             return
         changed_scope = _with_length(scope, len(changed))
         await self._app(changed_scope, _again(changed, receive), _Errors(send, salt).send)
@@ -86,7 +87,7 @@ class RoutedTenantHeader(TenantHeader):
         if first.get("body") or first.get("more_body"):
             reason = "the header is missing. The gateway must set it, and vLLM's router passes it on only at"
             paths = "/v1/completions and /v1/chat/completions"
-            await _refuse(scope, receive, send, f"X-LMCache-Tenant: {reason} {paths}")
+            await _refuse(scope, receive, send, f"{reason} {paths}")
         elif first["type"] == "http.request":
             await self._app(scope, _again(b"", receive), send)
 
@@ -222,9 +223,9 @@ def _again(body: bytes, receive: Receive) -> Receive:
     return receive_again
 
 
-async def _refuse(scope: Message, receive: Receive, send: Send, reason: str) -> None:
+async def _refuse(scope: Message, receive: Receive, send: Send, problem: str) -> None:
     """Answer with status 400 and the reason; a WebSocket is closed before it opens."""
-    kind = "http.response"
+    kind, reason = "http.response", f"X-LMCache-Tenant: {problem}"
     if scope["type"] == "websocket":
         await receive()
         kind = "websocket.http.response"

@@ -133,10 +133,13 @@ def test_long_body_is_refused_before_it_is_complete(monkeypatch):
     assert request(b"{        }").body is not None
 
 
-def test_websockets_are_refused():
-    (close,) = request(type="websocket").sent
+@pytest.mark.parametrize("headers", [(JSON, TENANT), (JSON,)])
+@pytest.mark.parametrize("middleware", [TenantHeader, RoutedTenantHeader])
+def test_websockets_are_refused(middleware: type[TenantHeader], headers: tuple[tuple[bytes, bytes], ...]):
+    options = {"type": "websocket", "headers": headers, "middleware": middleware}
+    (close,) = request(**options).sent
     assert (close["type"], close["code"]) == ("websocket.close", 1008)
-    start, body = request(type="websocket", extensions={"websocket.http.response": {}}).sent
+    start, body = request(**options, extensions={"websocket.http.response": {}}).sent
     assert (start["type"], start["status"]) == ("websocket.http.response.start", 400)
     assert b"WebSocket" in body["body"]
 
@@ -164,7 +167,6 @@ def test_engine_behind_a_router_accepts_other_requests():
         assert request(b"", headers=(JSON,), path=path, **options).body == b""
     assert request(headers=(JSON,), path="/invocations", **options).body is None, "the client left"
     assert request(type="lifespan", headers=(JSON,), **options).body == b""
-    assert request(type="websocket", headers=(JSON,), path="/v1/realtime", **options).body == b""
 
 
 def answered(salt: str, status: int, *parts: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> Any:
