@@ -6,9 +6,10 @@ import json
 import random
 import string
 import struct
+import threading
 import urllib.request
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -79,11 +80,15 @@ def post(url: str, **body: Any) -> Any:
         return json.load(answer)
 
 
-def test_requests_go_to_the_engine_whose_sidecar_has_their_kv(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RoutedPod]]:
+    folder = tmp_path_factory.mktemp("pods")
     with contextlib.ExitStack() as stack:
-        pods = [stack.enter_context(RoutedPod(tmp_path / f"engine-{n}", topic="kv")) for n in range(2)]
-        router = RouterProcess([pod.engine.url for pod in pods], "--policy=kv_aware")
-        stack.enter_context(router)
+        yield [stack.enter_context(RoutedPod(folder / f"engine-{n}", topic="kv")) for n in range(2)]
+
+
+def test_requests_go_to_the_engine_whose_sidecar_has_their_kv(pods: list[RoutedPod]) -> None:
+    with RouterProcess([pod.engine.url for pod in pods], "--policy=kv_aware") as router:
         texts = [make_texts(2, f"text {number}") for number in range(2)]
         tokens = [
             [post(f"{pod.engine.url}/tokenize", prompt=text)["tokens"] for text in placed]
@@ -98,6 +103,37 @@ def test_requests_go_to_the_engine_whose_sidecar_has_their_kv(tmp_path: Path) ->
             for prompt in itertools.chain(*zip(*prompts, strict=True)):
                 answer = post(f"{router.url}/v1/completions", prompt=prompt, max_tokens=1, temperature=0)
                 assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == NUM_CHUNKS * CHUNK
+
+
+def num_tokens(pod: RoutedPod) -> float:
+    """Return the number of prompt tokens that an engine got."""
+    return pod.engine.metrics("vllm:prompt_tokens_total")["vllm:prompt_tokens_total"]
+
+
+def are_busier(pods: list[RoutedPod], num_before: float) -> bool:
+    return sum(map(num_tokens, pods)) > num_before
+
+
+def test_prompts_of_text_go_to_the_engine_that_got_their_beginning(pods: list[RoutedPod]) -> None:
+    """While one engine is busy, a prompt goes to the other one. Later, both are idle."""
+    long_answer = {"prompt": [1, 2, 3], "max_tokens": 300, "ignore_eos": True}
+    with RouterProcess([pod.engine.url for pod in pods], "--policy=cache_aware") as router:
+        url = f"{router.url}/v1/completions"
+
+        def engine_of(text: str) -> int:
+            before = [num_tokens(pod) for pod in pods]
+            post(url, prompt=text, max_tokens=1)
+            grown = [num_tokens(pod) - number for pod, number in zip(pods, before, strict=True)]
+            return grown.index(max(grown))
+
+        for text in make_texts(6, "remembered"):
+            num_before = sum(map(num_tokens, pods))
+            busy = threading.Thread(target=partial(post, url, **long_answer))
+            busy.start()
+            wait_until(partial(are_busier, pods, num_before), what="an engine is busy")
+            chosen = engine_of(text)
+            busy.join()
+            assert engine_of(f"{text} and more") == chosen
 
 
 def has_taken(router: RouterProcess, instance: str, event: int) -> bool:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lmcache_operator.api import GROUP, KIND
-from lmcache_operator.api.engine_kinds import ENGINE_KINDS
+from lmcache_operator.api.engine_kinds import ENGINE_KINDS, VLLM
 from lmcache_operator.api.fields import Field, Part, Rule, is_part
 from lmcache_operator.api.keywords import CLUSTER_NAME, CLUSTER_NAME_PATTERN, NAMING
-from lmcache_operator.api.router import KV_AWARE
+from lmcache_operator.api.router import CACHE_AWARE, KV_AWARE
 from lmcache_operator.api.tiers import MemoryTierSpec
 from lmcache_operator.api.types import EngineSpec, Model, Spec
 from lmcache_operator.errors import InvalidSpecError
@@ -101,6 +101,12 @@ class Cluster:
             return self.name
         has_events = engine is not None and ENGINE_KINDS[engine.kind].publishes_events
         return self.prefills_for if has_events else ""
+
+    @property
+    def tokenizes_for_router(self) -> bool:
+        """Whether the router remembers prompts, and asks the engines for the tokens of those of text."""
+        router = self.spec.router
+        return router is not None and router.policy == CACHE_AWARE and self.engine.kind == VLLM.name
 
     @property
     def engine(self) -> EngineSpec:

@@ -19,8 +19,9 @@ class Router(Part):
     policy: str = field(
         "Choice of the engine for a request. KVAware: the engine whose GPUs and memory tier have the longest "
         "prefix, as its KV events report, unless it is busy. CacheAware: the engine that got similar prompts "
-        "before. RoundRobin, PowerOfTwo (the less busy of two) and ConsistentHash (by session or user) "
-        "ignore the cache. A change to or from KVAware replaces the engine pods.",
+        "before; with SGLang, for prompts of token ids only. RoundRobin, PowerOfTwo (the less busy of two) "
+        "and ConsistentHash (by session or user) ignore the cache. A change to or from KVAware or CacheAware "
+        "replaces pods of vLLM.",
         default=KV_AWARE,
         enum=[*POLICIES],
     )

@@ -9,6 +9,7 @@ import pytest
 from lmcache_operator.api.documents import dump
 from lmcache_operator.api.parse import parse, written
 from lmcache_operator.components.engine.engine import Engine, spec_hash
+from lmcache_operator.components.engine.kinds.vllm import DISCOVERY
 from lmcache_operator.components.router.router import Routing
 from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import InvalidSpecError
@@ -270,6 +271,13 @@ def test_replicas_belong_to_autoscalers_unless_they_are_set() -> None:
     rig.world.edit(CHILD, "spec", "engine", "replicas", value=7)
     assert f"apply {CHILD}" in rig.settle()
     assert rig.child["spec"]["engine"]["replicas"] == 2
+
+
+def test_prefill_pods_tokenize_prompts_for_a_router_that_remembers_them() -> None:
+    """The router asks pods of both pools."""
+    for policy in ("CacheAware", "PowerOfTwo"):
+        args = child(with_prefill(args=["--a=1"]) | {"router": {"policy": policy}})["spec"]["engine"]["args"]
+        assert args == ["--a=1", *([DISCOVERY] if policy == "CacheAware" else [])]
 
 
 def test_router_sends_prompts_to_the_prefill_pods_and_answers_to_the_others() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from lmcache_operator.api.parse import parse
+from lmcache_operator.components.engine.kinds.vllm import DISCOVERY
 from lmcache_operator.components.router.router import Routing
 from lmcache_operator.contract.base import Observed
 from lmcache_operator.errors import InvalidSpecError
@@ -72,7 +73,8 @@ def test_engines_with_https_only_are_refused() -> None:
 def test_engines_publish_events_only_to_a_router_that_reads_them(policy: str) -> None:
     args = engine_args(router={"policy": policy})
     events = [arg for arg in args if arg.startswith("--kv-events-config=")]
-    assert any(arg.startswith("--middleware=") for arg in args) == bool(events) == (policy == "KVAware")
+    assert bool(events) == (policy == "KVAware")
+    assert DISCOVERY in args, "the router asks for the tokens of prompts of text"
     rules = child_of("NetworkPolicy", router={"policy": policy})["spec"]["ingress"]
     closed = [rule for rule in rules if rule.get("from") and rule["ports"][0]["port"] == 5557]
     everyone = [port for rule in rules if "from" not in rule for port in rule["ports"]]
@@ -86,6 +88,12 @@ def test_engines_publish_events_only_to_a_router_that_reads_them(policy: str) ->
         assert rule["from"] == [{"podSelector": {"matchLabels": labels}}]
     else:
         assert not closed
+
+
+@pytest.mark.parametrize(("kind", "policy"), [("SGLang", "CacheAware"), ("vLLM", "PowerOfTwo")])
+def test_other_engines_tokenize_no_prompts_for_the_router(kind: str, policy: str) -> None:
+    """SGLang has no middlewares, and other policies need no tokens."""
+    assert DISCOVERY not in engine_args(engine={"kind": kind}, router={"policy": policy})
 
 
 def test_all_other_ports_of_an_engine_stay_as_they_are() -> None:

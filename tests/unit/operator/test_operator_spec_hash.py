@@ -43,6 +43,7 @@ DISK = {"size": "1Ti"}
 PREFILL = with_prefill()
 UNSPLIT = PREFILL | engine(replicas=2)
 CACHE_AWARE: dict[str, Any] = {"router": {"policy": "CacheAware"}}
+BY_LOAD: dict[str, Any] = {"router": {"policy": "PowerOfTwo"}}
 REPLACING = [
     ({}, engine(args=["--x"])),
     ({}, engine(image="other:1")),
@@ -59,6 +60,7 @@ REPLACING = [
     ({}, tiers(admit="OnReuse")),
     ({}, tiers(peers={})),
     ({}, {"router": {}}),
+    ({}, CACHE_AWARE),
     (tiers(disk=DISK), tiers(disk=DISK | {"storageClassName": "nvme"})),
     (tiers(disk=DISK), tiers(disk=encrypted(DISK))),
     *((tiers(remote=tier), tiers(remote=encrypted(tier))) for tier in (EXTERNAL, MANAGED, REFERENCE)),
@@ -71,7 +73,7 @@ REPLACING = [
     (TWO, named(SALT, SALT | {"name": "new", "saltSecretRef": {"name": "new"}})),
     (TWO, named(SALT | {"saltSecretRef": {"name": "search-salt", "key": "other"}})),
     (named(), named(header=True)),
-    (named(header=True), named(header=True) | {"router": {"policy": "PowerOfTwo"}}),
+    (named(header=True), named(header=True) | BY_LOAD),
     (named(), {}),
 ]
 KEEPING = [
@@ -84,7 +86,8 @@ KEEPING = [
     ({}, sidecar(httpAuthentication="None")),
     ({}, tiers(memory={"size": "2Gi"})),
     ({}, tiers(admit="All")),
-    ({}, CACHE_AWARE | {"clients": []}),
+    ({}, BY_LOAD | {"clients": []}),
+    (engine(kind="SGLang"), CACHE_AWARE | engine(kind="SGLang")),
     ({}, {"images": {"pullSecrets": []}}),
     ({}, {"images": {"policy": "Follow"}}),
     ({}, {"autoscaling": {"mode": "Auto", "memory": {"maxSize": "2Gi"}}}),
@@ -96,7 +99,7 @@ KEEPING = [
     (TWO, named(SALT, HASHED, HASHED | {"name": "new", "saltHash": "b" * 64, "minMemoryPercent": 20})),
     (TWO, named(SALT | {"name": "renamed"})),
     (TWO, TWO | named(SALT, default={"memoryPercent": 5, "lowerTierBytes": "1Gi"})),
-    (named(), named(header=False) | CACHE_AWARE),
+    (named(), named(header=False) | BY_LOAD),
 ]
 
 

@@ -198,6 +198,8 @@ def spec_hash(cluster: Cluster, default_images: Images) -> str:
     settings["images"] = resolved_images(cluster, default_images)
     if cluster.events_reader:
         settings["events"] = True
+    if cluster.tokenizes_for_router:
+        settings["tokenizes"] = True
     if secrets := cluster.spec.images.pull_secrets:
         settings["pull_secrets"] = secrets
     same_as_auto = ("transfer", CUDA_IPC)  # renders the same pod as Auto

@@ -15,6 +15,7 @@ from lmcache_operator.api.parse import EVENTS_FOR, Cluster, parse, written
 from lmcache_operator.api.tiers import ClusterRef, Tiers
 from lmcache_operator.api.types import EngineSpec
 from lmcache_operator.components.engine.engine import Engine
+from lmcache_operator.components.engine.kinds.vllm import DISCOVERY
 from lmcache_operator.components.router.router import had_prefill_pods
 from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
 from lmcache_operator.contract.conditions import Condition, Problem, Reason, Trouble
@@ -129,7 +130,9 @@ def _spec(cluster: Cluster, images: Images) -> Object:
         if (value := getattr(prefill, name)) is not None
     }
     image = engine.image or images.get(names.ENGINE)
-    engine = replace(engine, prefill=None, image=image, args=[*engine.args, *prefill.args], **settings)
+    # Prefill pods do not know the parent's router.
+    args = [*engine.args, *prefill.args, *([DISCOVERY] if cluster.tokenizes_for_router else [])]
+    engine = replace(engine, prefill=None, image=image, args=args, **settings)
     sidecar = replace(spec.sidecar, image=spec.sidecar.image or images.get(names.SIDECAR))
     router = names.selector(cluster.name, names.ROUTER)
     derived = replace(

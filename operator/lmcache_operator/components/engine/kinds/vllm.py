@@ -26,8 +26,8 @@ _EVENTS_CONFIG = json.dumps(
     sort_keys=True,
     separators=(",", ":"),
 )
-_DISCOVERY = "lmcache_client.vllm.router_discovery.RouterDiscovery"
-"""Middleware that answers the router's questions about KV events."""
+DISCOVERY = "--middleware=lmcache_client.vllm.router_discovery.RouterDiscovery"
+"""Middleware that answers the router's questions about KV events, and lets vLLM tokenize prompts for it."""
 _TENANT_HEADER = "lmcache_client.vllm.tenant_header.TenantHeader"
 """Middleware that makes the gateway's header X-LMCache-Tenant the salt of a request."""
 _ROUTED_TENANT_HEADER = "lmcache_client.vllm.tenant_header.RoutedTenantHeader"
@@ -139,7 +139,9 @@ class VLLM(base.EngineKind):
         rendered = [*self.cache_args(cluster), *(f"{name}={value}" for name, value in options.items())]
         _check_events(cluster, flags)
         if cluster.events_reader:
-            rendered += [f"{_EVENTS}={_EVENTS_CONFIG}", f"--middleware={_DISCOVERY}"]
+            rendered.append(f"{_EVENTS}={_EVENTS_CONFIG}")
+        if cluster.events_reader or cluster.tokenizes_for_router:
+            rendered.append(DISCOVERY)
         if _has_tenant_header(cluster):
             is_routed = cluster.spec.router is not None
             rendered.append(f"--middleware={_ROUTED_TENANT_HEADER if is_routed else _TENANT_HEADER}")
