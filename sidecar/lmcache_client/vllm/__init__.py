@@ -4,5 +4,5 @@
 engine-neutral parts are in ``lmcache_client.core``. ``attach``, ``groups``, ``layouts``, ``fingerprint``
 and ``extra_keys`` identify the engine's KV. ``events`` and ``stats`` report to vLLM, and ``support`` lists
 its versions. ``hand_over`` is for prefill engines, ``router_discovery`` for routers, ``tenant_header`` for
-gateways.
+gateways, and ``asgi`` for both of them.
 """

@@ -7,7 +7,8 @@ Without both answers the router ignores the engine's events, and routes by load 
 For each prompt of text, the router posts to ``/v1/completions/render`` or ``/v1/chat/completions/render``. It
 gets the tokens. vLLM >= 0.32 refuses these paths without ``--enable-scale-out``, which older versions do not
 know. That option would also let each client of the engine abort requests of others. So the middleware
-replaces only the refusal of these two paths by vLLM's own handlers.
+replaces only the refusal of these two paths by vLLM's own handlers. Their answers contain the salt of the
+request, so the middleware removes the salt before.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from __future__ import annotations
 import json
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from lmcache_client.vllm import asgi
+from lmcache_client.vllm.asgi import App, Message, Receive, Send, UnusableRequestError
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +30,6 @@ RENDER_PATHS = frozenset({"/v1/completions/render", "/v1/chat/completions/render
 """Paths to which vLLM's router sends requests of its own. They compute no KV, so their salt has no effect."""
 
 _PUBLISHER_FIELDS = ("enable_kv_cache_events", "publisher", "endpoint", "replay_endpoint", "topic", "hwm")
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class RouterDiscovery:
@@ -48,6 +47,9 @@ class RouterDiscovery:
         if not self._has_opened and "app" in scope:
             self._has_opened = True
             _open_render(scope["app"])
+        if scope["type"] == "http" and asgi.path_of(scope) in RENDER_PATHS:
+            await self._tokenize(scope, receive, send)
+            return
         answer = _ANSWERS.get(scope.get("path", "")) if scope["type"] == "http" else None
         body = _encoded(answer, scope) if answer is not None and scope["method"] == "GET" else None
         if body is None:
@@ -56,6 +58,19 @@ class RouterDiscovery:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+    async def _tokenize(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Let vLLM tokenize a prompt without its salt, which the answer would show, or refuse the request."""
+        try:
+            if (body := await asgi.read_body(receive)) is None:
+                return
+            content = asgi.parse_body(body)
+        except UnusableRequestError as error:
+            await asgi.refuse(scope, receive, send, str(error))
+            return
+        content.pop("cache_salt", None)
+        body = json.dumps(content, separators=(",", ":")).encode()
+        await self._app(asgi.with_length(scope, len(body)), asgi.again(body, receive), send)
 
 
 def _open_render(app: Any) -> None:

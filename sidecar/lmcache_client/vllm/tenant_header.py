@@ -16,12 +16,10 @@ from __future__ import annotations
 import json
 import re
 
-from lmcache_client.vllm.router_discovery import App, Message, Receive, Send
+from lmcache_client.vllm import asgi
+from lmcache_client.vllm.asgi import App, Message, Receive, Send, UnusableRequestError
 
 HEADER = b"x-lmcache-tenant"
-MAX_BODY_BYTES = 32 << 20
-"""Longest body that the middleware changes. It holds the body in memory several times."""
-
 MAX_ERROR_BYTES = 1 << 20
 """Longest error that is passed to the client. Another text replaces a longer one."""
 
@@ -33,11 +31,6 @@ At other paths vLLM may ignore it. The answers at ``/v1/completions/render`` and
 """
 
 _MIN_PIECE = 3  # bytes of a shortened salt
-_POLICY_VIOLATION = 1008  # code of a closed WebSocket
-
-
-class _RefusedError(Exception):
-    """The salt of this request can't be set; the text says why."""
 
 
 class TenantHeader:
@@ -57,15 +50,16 @@ class TenantHeader:
             return
         try:
             salt = _read_salt(salts)
-            body = await _read_body(scope, receive)
+            body = await asgi.read_body(receive)
             if body is None:
                 return
             changed = _with_salt(scope, body, salt) if body else body
-        except _RefusedError as error:
+        except UnusableRequestError as error:
             await _refuse(scope, receive, send, str(error))
             return
-        changed_scope = _with_length(scope, len(changed))
-        await self._app(changed_scope, _again(changed, receive), _Errors(send, salt).send)
+        # Without the header, no log shows the salt.
+        changed_scope = asgi.with_length(scope, len(changed), HEADER)
+        await self._app(changed_scope, asgi.again(changed, receive), _Errors(send, salt).send)
 
 
 class RoutedTenantHeader(TenantHeader):
@@ -89,7 +83,7 @@ class RoutedTenantHeader(TenantHeader):
             paths = "/v1/completions and /v1/chat/completions"
             await _refuse(scope, receive, send, f"{reason} {paths}")
         elif first["type"] == "http.request":
-            await self._app(scope, _again(b"", receive), send)
+            await self._app(scope, asgi.again(b"", receive), send)
 
 
 class _Errors:
@@ -118,7 +112,9 @@ class _Errors:
         is_encoded = any(name.lower() == b"content-encoding" for name, _ in headers)
         if is_encoded or len(self._body) > MAX_ERROR_BYTES:
             headers = [(b"content-type", b"application/json")]
-            body = _error("the server's error is withheld: it is too long or compressed", start["status"])
+            body = asgi.error_body(
+                "the server's error is withheld: it is too long or compressed", start["status"]
+            )
         else:
             body = _without_salt(bytes(self._body), self._salt)
         headers.append((b"content-length", str(len(body)).encode()))
@@ -159,85 +155,32 @@ def _without_start(body: bytes, known: bytes) -> bytes:
 
 def _read_salt(values: list[bytes]) -> str:
     if len(values) > 1:
-        raise _RefusedError("the header is set more than once: the gateway must replace the client's header")
+        raise UnusableRequestError(
+            "the header is set more than once: the gateway must replace the client's header"
+        )
     try:
         salt = values[0].decode("utf-8").strip()
     except UnicodeDecodeError:
-        raise _RefusedError("the header is not UTF-8 text") from None
+        raise UnusableRequestError("the header is not UTF-8 text") from None
     if not salt or len(values[0]) > MAX_SALT_BYTES:
-        raise _RefusedError(f"the header must have 1 to {MAX_SALT_BYTES} bytes")
+        raise UnusableRequestError(f"the header must have 1 to {MAX_SALT_BYTES} bytes")
     return salt
-
-
-async def _read_body(scope: Message, receive: Receive) -> bytes | None:
-    """Return the whole body of a request; None if the client left."""
-    parts: list[bytes] = []
-    num_bytes, has_more = 0, True
-    while has_more:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        parts.append(message.get("body", b""))
-        num_bytes += len(parts[-1])
-        if num_bytes > MAX_BODY_BYTES:
-            raise _RefusedError(f"the body is longer than {MAX_BODY_BYTES} bytes")
-        has_more = message.get("more_body", False)
-    return b"".join(parts)
 
 
 def _with_salt(scope: Message, body: bytes, salt: str) -> bytes:
     """Return the body with this ``cache_salt``."""
-    path = scope["path"].removeprefix(scope.get("root_path", ""))  # the path below the server's root
+    path = asgi.path_of(scope)
     if path not in PATHS:
-        raise _RefusedError(f"requests to {path[:100]!r} can't have a tenant")
+        raise UnusableRequestError(f"requests to {path[:100]!r} can't have a tenant")
     headers = {name.lower(): value.lower() for name, value in scope["headers"]}
     media_type = headers.get(b"content-type", b"").partition(b";")[0].strip()
     if media_type != b"application/json":
-        raise _RefusedError("the body must be JSON, with Content-Type: application/json")
+        raise UnusableRequestError("the body must be JSON, with Content-Type: application/json")
     if headers.get(b"content-encoding", b"identity") != b"identity":
-        raise _RefusedError("the body must not be compressed")
-    try:
-        content = json.loads(body)
-    except (ValueError, RecursionError):
-        raise _RefusedError("the body is not valid JSON") from None
-    if not isinstance(content, dict):
-        raise _RefusedError("the body must be a JSON object")
-    content["cache_salt"] = salt
+        raise UnusableRequestError("the body must not be compressed")
+    content = {**asgi.parse_body(body), "cache_salt": salt}
     return json.dumps(content, separators=(",", ":")).encode()
 
 
-def _with_length(scope: Message, num_bytes: int) -> Message:
-    """Return the scope for a body of this length, without the header, so that no log shows the salt."""
-    replaced = (HEADER, b"content-length", b"transfer-encoding")
-    headers = [(name, value) for name, value in scope["headers"] if name.lower() not in replaced]
-    return {**scope, "headers": [*headers, (b"content-length", str(num_bytes).encode())]}
-
-
-def _again(body: bytes, receive: Receive) -> Receive:
-    """Return a function that returns the body once, and then what ``receive`` returns."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive_again() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return receive_again
-
-
 async def _refuse(scope: Message, receive: Receive, send: Send, problem: str) -> None:
-    """Answer with status 400 and the reason; a WebSocket is closed before it opens."""
-    kind, reason = "http.response", f"X-LMCache-Tenant: {problem}"
-    if scope["type"] == "websocket":
-        await receive()
-        kind = "websocket.http.response"
-        if kind not in (scope.get("extensions") or {}):
-            await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": reason[:100]})
-            return
-    body = _error(reason, 400)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": f"{kind}.start", "status": 400, "headers": headers})
-    await send({"type": f"{kind}.body", "body": body})
-
-
-def _error(reason: str, status: int) -> bytes:
-    kind = "BadRequestError" if status == 400 else "Error"
-    return json.dumps({"error": {"message": reason, "type": kind, "code": status}}).encode()
+    await asgi.refuse(scope, receive, send, f"X-LMCache-Tenant: {problem}")

@@ -75,6 +75,42 @@ def test_other_requests_reach_the_server() -> None:
     assert request("/get_server_info", SimpleNamespace()) is None, "the middleware has no answer"
 
 
+def tokenized(*parts: bytes, path: str = "/v1/completions/render", root_path: str = "") -> tuple[Any, Any]:
+    """Return the body that the server gets, and the answer of the middleware."""
+    bodies, sent = list[bytes](), list[Any]()
+    messages = [
+        {"type": "http.request", "body": part, "more_body": number < len(parts) - 1}
+        for number, part in enumerate(parts)
+    ]
+
+    async def receive() -> Any:
+        return messages.pop(0) if messages else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def server(scope: Any, receive: Any, send: Any) -> None:
+        bodies.append((await receive())["body"])
+        assert dict(scope["headers"]) == {b"a": b"b", b"content-length": str(len(bodies[0])).encode()}
+
+    headers = [(b"a", b"b"), (b"Content-Length", b"1")]
+    scope = {"type": "http", "method": "POST", "path": path, "root_path": root_path, "headers": headers}
+    asyncio.run(RouterDiscovery(server)(scope, receive, send))
+    return (json.loads(bodies[0]) if bodies else None), sent
+
+
+def test_prompts_are_tokenized_without_their_salt() -> None:
+    """vLLM's answer would show the salt to each client that reaches the path."""
+    salted = b'{"prompt": "a", "cache_salt": "s", "cache\\u005fsalt": "t", "n": 2}'
+    for path in ("/v1/completions/render", "/v1/chat/completions/render"):
+        assert tokenized(salted[:9], salted[9:], path=path) == ({"prompt": "a", "n": 2}, [])
+    assert tokenized(salted, path="/r/v1/completions/render", root_path="/r")[0] == {"prompt": "a", "n": 2}
+    for body in (b"", b"{", b"[1]"):
+        content, (start, _) = tokenized(body)
+        assert (content, start["status"]) == (None, 400)
+    assert tokenized() == (None, []), "the client left"
+
+
 def refuse() -> None:
     """The endpoint of paths that vLLM refuses without an option."""
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lmcache_client.vllm import tenant_header
+from lmcache_client.vllm import asgi, tenant_header
 from lmcache_client.vllm.tenant_header import RoutedTenantHeader, TenantHeader
 
 JSON = (b"Content-Type", b"application/json; charset=utf-8")
@@ -128,7 +128,7 @@ def test_request_whose_salt_cannot_be_set_is_refused(body: bytes, options: dict[
 
 
 def test_long_body_is_refused_before_it_is_complete(monkeypatch):
-    monkeypatch.setattr(tenant_header, "MAX_BODY_BYTES", 10)
+    monkeypatch.setattr(asgi, "MAX_BODY_BYTES", 10)
     assert "longer than 10 bytes" in request(b"12345", b"67890", b"1", b"never read").refusal
     assert request(b"{        }").body is not None
 
