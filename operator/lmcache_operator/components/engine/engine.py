@@ -187,10 +187,8 @@ def spec_hash(cluster: Cluster, default_images: Images) -> str:
         settings.pop(part, None)
     tiers = settings.setdefault("tiers", {})
     tiers.get("memory", {}).pop("size", None)
-    # Names of Secrets contain the cluster's uid, which never changes.
-    unnamed = replace(cluster, uid="")
     for feature in FEATURES:
-        feature.hashed(unnamed, settings)
+        feature.hashed(cluster, settings)
     if not tiers.get("memory"):
         tiers.pop("memory", None)
     unhashed = ("image", "prefill", "replicas")

@@ -260,7 +260,7 @@ def _objects(
     selector = names.selector(cluster.name, names.REMOTE)
     number, image = _num_servers(cluster, shards), managed.image or default
     hashed = {key: value for key, value in declared(managed).items() if key not in _NOT_OF_A_POD}
-    hashed |= {"image": image, "password": names.secret_name(cluster.name, names.REMOTE, "")}
+    hashed |= {"image": image, "password": names.created_secret(cluster, names.REMOTE)}
     hashed |= cluster.spec.images.of_pod
     template = pod_template(cluster, managed, image, names.digest(hashed))
     host = names.host(cluster.name, names.REMOTE, cluster.namespace)

@@ -18,7 +18,9 @@ def reachable(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     problems = []
     has_tls = dig(cluster.resource, "spec", "tiers", "peers", "tls") is not None
     certificates = ", and that the certificates of both pods are valid and of the same authority"
-    secret = names.secret_name(referred(cluster.resource, "peers") or cluster.name, names.PEERS, "")
+    lender = referred(cluster.resource, "peers")
+    uid = "" if lender else dig(cluster.resource, "metadata", "uid") or ""
+    secret = names.secret_name(lender or cluster.name, names.PEERS, uid)
     parts = parts_of(cluster, "peers")
     for pod, part in parts.items():
         for server in servers_of(part):
