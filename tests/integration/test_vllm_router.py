@@ -126,9 +126,10 @@ def test_prompts_of_text_go_to_the_engine_that_got_their_beginning(pods: list[Ro
             grown = [num_tokens(pod) - number for pod, number in zip(pods, before, strict=True)]
             return grown.index(max(grown))
 
-        rendered = post(f"{url}/render", prompt="hi", cache_salt="secret of a tenant")
-        assert rendered[0]["token_ids"]
-        assert "secret" not in json.dumps(rendered)
+        for path in ("/render", "/%72ender", "/render%0A"):
+            rendered = post(url + path, prompt="hi", cache_salt="secret of a tenant")
+            assert rendered[0]["token_ids"]
+            assert "secret" not in json.dumps(rendered)
         for text in make_texts(6, "remembered"):
             num_before = sum(map(num_tokens, pods))
             busy = threading.Thread(target=partial(post, url, **long_answer))

@@ -22,9 +22,14 @@ class UnusableRequestError(Exception):
 
 
 def path_of(scope: Message) -> str:
-    """Return the path below the server's root."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
+    """Return the path below the server's root, as Starlette compares it with the paths of its routes.
+
+    Starlette ignores a line feed at the end: ``/v1/completions%0A`` reaches the route of ``/v1/completions``.
+    """
+    path, root = str(scope["path"]), scope.get("root_path", "")
+    if path.startswith(f"{root}/"):
+        path = path[len(root) :]
+    return path.removesuffix("\n")
 
 
 async def read_body(receive: Receive) -> bytes | None:

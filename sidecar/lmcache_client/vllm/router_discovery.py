@@ -47,11 +47,12 @@ class RouterDiscovery:
         if not self._has_opened and "app" in scope:
             self._has_opened = True
             _open_render(scope["app"])
-        if scope["type"] == "http" and asgi.path_of(scope) in RENDER_PATHS:
+        path = asgi.path_of(scope) if scope["type"] == "http" else ""
+        if path in RENDER_PATHS:
             await self._tokenize(scope, receive, send)
             return
-        answer = _ANSWERS.get(scope.get("path", "")) if scope["type"] == "http" else None
-        body = _encoded(answer, scope) if answer is not None and scope["method"] == "GET" else None
+        answer = _ANSWERS.get(path) if scope.get("method") == "GET" else None
+        body = _encoded(answer, scope) if answer is not None else None
         if body is None:
             await self._app(scope, receive, send)
             return
