@@ -7,14 +7,18 @@ body, which the client writes. A gateway that knows the tenant can set a header 
 - Without the header, requests are not changed. The gateway must therefore set the header in each request, and
   replace a header of the client. Clients must not reach the engine by another way.
 - Requests without a body, such as ``GET /health``, pass. WebSockets are refused, with and without the header.
+- A client can name its images by a ``uuid``. vLLM's own caches of images ignore the salt, so a client could
+  get an image of another tenant by its name, or replace it. The middleware adds the tenant to each name.
 - Errors of vLLM may repeat the request's body. The salt in them is replaced by ``***``. vLLM's logs of errors
   and its debug logs may still contain it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from typing import Any
 
 from lmcache_client.vllm import asgi
 from lmcache_client.vllm.asgi import App, Message, Receive, Send, UnusableRequestError
@@ -179,7 +183,24 @@ def _with_salt(scope: Message, body: bytes, salt: str) -> bytes:
     if headers.get(b"content-encoding", b"identity") != b"identity":
         raise UnusableRequestError("the body must not be compressed")
     content = {**asgi.parse_body(body), "cache_salt": salt}
+    _rename_media(content, salt)
     return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _rename_media(content: dict[str, Any], salt: str) -> None:
+    """Replace the names of images, videos and sounds in a prompt by names of this tenant.
+
+    Source: vLLM 0.32, ``renderers/chat_utils.py``, ``_parse_chat_message_content_part``.
+    """
+    pending = [content.get(field) for field in ("messages", "input")]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, list):
+            pending.extend(value)
+        elif isinstance(value, dict):
+            pending.extend(value.values())
+            if isinstance(name := value.get("uuid"), str):
+                value["uuid"] = hashlib.sha256(json.dumps([salt, name]).encode()).hexdigest()
 
 
 async def _refuse(scope: Message, receive: Receive, send: Send, problem: str) -> None:

@@ -5,6 +5,11 @@ import json
 from typing import Any, NamedTuple
 
 import pytest
+from PIL import Image
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.multimodal.parse import MultiModalDataParser
+from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from lmcache_client.vllm import asgi, tenant_header
 from lmcache_client.vllm.tenant_header import RoutedTenantHeader, TenantHeader
@@ -70,6 +75,45 @@ def test_salt_of_the_header_replaces_all_those_of_the_client():
     assert result.body.count(b"cache_salt") == 1
     assert result.headers[b"content-length"] == str(len(result.body)).encode()
     assert b"s3cret" not in result.headers.values()
+
+
+IMAGE = MultiModalDataParser().parse_mm_data({"image": [Image.new("RGB", (2, 2))]})
+
+
+def cached_image(path: str, field: str, name: str, tenant: bytes) -> str:
+    """Return the key of a client's image in vLLM's caches of images."""
+    image = {"type": "input_image", "image_url": None, "detail": "auto", "uuid": name}
+    items: dict[str, Any] = {
+        "messages": {"role": "user", "content": [image]},
+        "input": {"role": "user", "content": [image]},
+        "output": {"type": "function_call_output", "call_id": "1", "output": [image]},
+    }
+    key = "messages" if field == "messages" else "input"
+    body = json.dumps({"model": "tiny", key: [items[field]]}).encode()
+    changed = json.loads(request(body, path=path, headers=(JSON, (TENANT[0], tenant))).body)
+    valid = (ChatCompletionRequest if key == "messages" else ResponsesRequest).model_validate(changed)
+    (item,) = getattr(valid, key)
+    (part,) = item["output" if field == "output" else "content"]
+    hashes = ProcessorInputs([], IMAGE, {"image": [part["uuid"]]}).get_mm_hashes("tiny", "blake3")
+    return str(hashes["image"][0])
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("/v1/chat/completions", "messages"), ("/v1/responses", "input"), ("/v1/responses", "output")],
+)
+def test_images_of_two_tenants_never_have_one_name(path: str, field: str):
+    """vLLM looks an image up by the name that the client gave, whatever the salt of the request."""
+    mine = cached_image(path, field, "invoice", b"s3cret")
+    assert mine == cached_image(path, field, "invoice", b"s3cret"), "a tenant finds its own image"
+    assert mine != cached_image(path, field, "invoice", b"other")
+    assert mine != cached_image(path, field, "invoice 2", b"s3cret")
+    assert cached_image(path, field, mine, b"other") != mine, "a client may know the name"
+
+
+def test_other_uuids_stay():
+    body = {"tools": [{"uuid": "a"}], "metadata": {"uuid": "b"}, "messages": [{"uuid": None}], "uuid": "c"}
+    assert json.loads(request(json.dumps(body).encode()).body) == {**body, "cache_salt": "s3cret"}
 
 
 def test_chunked_body_is_joined():
