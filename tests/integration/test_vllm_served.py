@@ -207,6 +207,9 @@ def test_requests_whose_tenant_cannot_be_set_are_refused(world: World) -> None:
         (b"--x--", "multipart/form-data; boundary=x"),
     ):
         assert refusal_of(world.request(body, content_type)) == refused
+    for salt in ("a/b", "a@b", "a\\b", "a" * 129):
+        status, reason = refusal_of(world.request(b'{"model": "tiny", "prompt": "a"}', salt=salt))
+        assert (status, "at most 128 characters" in reason) == (400, True), "the guide says so"
     with urllib.request.urlopen(f"{world.engine.url}/openapi.json", timeout=300) as answer:
         paths = json.load(answer)["paths"]
     assert {"/v1/responses", "/v1/messages", "/v1/chat/completions/batch"} < paths.keys()
