@@ -85,9 +85,13 @@ async def refuse(scope: Message, receive: Receive, send: Send, reason: str) -> N
         if kind not in (scope.get("extensions") or {}):
             await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": reason[:100]})
             return
-    body = error_body(reason, 400)
+    await answer(send, 400, error_body(reason, 400), kind)
+
+
+async def answer(send: Send, status: int, body: bytes, kind: str = "http.response") -> None:
+    """Answer a request with a JSON text."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": f"{kind}.start", "status": 400, "headers": headers})
+    await send({"type": f"{kind}.start", "status": status, "headers": headers})
     await send({"type": f"{kind}.body", "body": body})
 
 

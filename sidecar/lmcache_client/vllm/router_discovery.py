@@ -55,10 +55,8 @@ class RouterDiscovery:
         body = _encoded(answer, scope) if answer is not None else None
         if body is None:
             await self._app(scope, receive, send)
-            return
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        else:
+            await asgi.answer(send, 200, body)
 
     async def _tokenize(self, scope: Message, receive: Receive, send: Send) -> None:
         """Let vLLM tokenize a prompt without its salt, which the answer would show, or refuse the request."""
