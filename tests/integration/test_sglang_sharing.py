@@ -142,6 +142,15 @@ def test_extra_key_of_a_request_never_loads_pages_of_an_adapter_nor_the_other_wa
                 assert (loaded.cached["storage"], loaded.tokens) == (HIT, stored.tokens)
 
 
+def test_engine_without_adapters_stores_nothing_under_the_id_of_an_adapter(sglang_engine):
+    """A client of /generate can name any adapter, and another engine may have loaded it."""
+    adapter_id = uuid.uuid4().hex
+    for fields in ({"lora_id": adapter_id}, {"lora_id": "", "extra_key": adapter_id}):
+        prompt = new_prompt(NUM_TOKENS)
+        store(sglang_engine, prompt, **fields)
+        assert load(sglang_engine, prompt, extra_key=adapter_id).cached["storage"] == HIT
+
+
 def client_of(engine, sidecar):
     """Return what the sidecar knows of an engine's only rank."""
     processes = engine.processes()

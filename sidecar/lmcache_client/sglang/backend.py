@@ -133,8 +133,9 @@ class LMCacheBackend(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # s
         from lmcache_client.sglang import adapters, weights, windows
         from lmcache_client.sglang.options import EngineOptions
 
-        weights.install(is_start=EngineOptions().loads_backend_at_start)
-        adapters.separate()
+        engine = EngineOptions()
+        weights.install(is_start=engine.loads_backend_at_start)
+        adapters.separate(engine.enable_lora)
         windows.note_radix_cache()
 
     def _attach(self) -> None:

@@ -25,8 +25,8 @@ def request_class(give_module):
 
 
 def test_no_two_extra_keys_or_adapters_have_one_name(request_class):
-    adapters.separate()
-    adapters.separate()  # another backend of the same process
+    adapters.separate(has_adapters=True)
+    adapters.separate(has_adapters=True)  # another backend of the same process
     keys = [None, "", "x", "x|", "x||", ADAPTER, f"x{ADAPTER}", f"{ADAPTER}|", f"{OTHER}{ADAPTER}"]
     requests = [
         request_class(key, lora_id=adapter)
@@ -36,6 +36,16 @@ def test_no_two_extra_keys_or_adapters_have_one_name(request_class):
     assert len({request.extra_key for request in requests}) == len(requests)
     assert request_class().extra_key is None, "most requests keep their names"
     assert request_class("x", lora_id=ADAPTER).extra_key == f"x{ADAPTER}", "KV events end with the id"
+
+
+def test_engine_without_adapters_has_keys_of_the_base_model_only(request_class):
+    adapters.separate(has_adapters=False)
+    requests = [
+        request_class(ADAPTER),
+        request_class(None, lora_id=ADAPTER),
+        request_class(ADAPTER, lora_id=""),
+    ]
+    assert {request.extra_key for request in requests} == {f"{ADAPTER}|"}
 
 
 def test_running_engine_with_adapters_is_refused():

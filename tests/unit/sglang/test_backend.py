@@ -87,7 +87,9 @@ def world(monkeypatch, give_module):
     monkeypatch.setattr(attach, "attach", connect)
     monkeypatch.setattr(attach, "is_reporter", lambda _config: False)
     monkeypatch.setattr(
-        options, "EngineOptions", lambda: SimpleNamespace(loads_backend_at_start=state.is_start)
+        options,
+        "EngineOptions",
+        lambda: SimpleNamespace(loads_backend_at_start=state.is_start, enable_lora=False),
     )
     state.backend_class = importlib.import_module("lmcache_client.sglang.backend").LMCacheBackend
     yield state
