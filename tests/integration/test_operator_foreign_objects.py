@@ -144,3 +144,31 @@ def test_engines_start_when_the_name_of_their_account_is_free(plane, operator, n
     pod = plane.wait(lambda: plane.api.find("v1/pods", "search-engine-0", namespace))["spec"]
     assert pod["serviceAccountName"] == "search-engine"
     assert "imagePullSecrets" not in pod
+
+
+@pytest.mark.parametrize("kind", ["ServiceAccount", "NetworkPolicy"])
+def test_pods_use_no_object_that_was_created_while_another_name_was_taken(
+    plane, operator, namespace, author, kind
+):
+    """The author takes the first name with a second LMCacheCluster, and frees it with a deletion."""
+    create(author, namespace, "search-engine", SMALL)
+    plane.wait(lambda: plane.api.find("v1/services", "search-engine", namespace))
+    create(author, namespace, "search", FULL | {"engine": {}})
+    plane.wait(lambda: "Service search-engine" in degraded(plane, namespace, "search"))
+    ref, _, child = next(
+        each for each in foreign("search", namespace) if each[0] == Ref(kind, "search-engine")
+    )
+    plane.api.create(resource_of(kind), child, namespace)
+    author.delete(CLUSTERS, "search-engine", namespace)
+    plane.wait(lambda: f"{ref} exists and does not belong to" in degraded(plane, namespace, "search"))
+    assert not plane.api.find("apps/v1/statefulsets", "search-engine", namespace)
+
+
+def test_no_pods_are_created_without_their_network_policy(plane, operator, namespace, author):
+    """Users of the namespace can use up a quota."""
+    quota = {"metadata": {"name": "full"}, "spec": {"hard": {"count/networkpolicies.networking.k8s.io": "0"}}}
+    plane.api.create("v1/resourcequotas", quota, namespace)
+    create(author, namespace, "search", FULL | {"engine": {}})
+    plane.wait(lambda: "NetworkPolicy search-engine" in degraded(plane, namespace, "search"))
+    assert plane.api.find("v1/serviceaccounts", "search-engine", namespace)
+    assert not plane.api.find("apps/v1/statefulsets", "search-engine", namespace)

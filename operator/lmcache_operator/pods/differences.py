@@ -50,13 +50,14 @@ def differences(wanted: list[Object], observed: Observed) -> Plan:
     # Dependents go first. A user who removes the operator's label from an object keeps the object.
     delete = tuple(ref for ref, live in reversed(unwanted.items()) if _is_deletable(live))
     plan = replace(unchanged(observed, *problems), apply=tuple(due), lost=lost, delete=delete)
-    return replace(plan, taken=tuple(ref for ref in taken if not _is_for_clients(ref, observed.name)))
+    return replace(plan, taken=tuple(ref for ref in taken if not is_unused_by_pods(ref, observed.name)))
 
 
 def halted(plan: Plan) -> Plan:
     """The plan without steps that write, delete or replace anything.
 
-    Otherwise pods would get a ServiceAccount, settings or open ports from an object of another owner.
+    Otherwise pods would get a ServiceAccount, settings or open ports from an object of another owner, or run
+    without their NetworkPolicy.
     """
     return replace(plan, make=(), apply=(), lost={}, delete=(), evict=(), resize=())
 
@@ -101,9 +102,12 @@ def _rendered_hash(child: Object) -> str | None:
     return names.annotations_of(child).get(names.RENDERED_HASH)
 
 
-def _is_for_clients(ref: Ref, cluster_name: str) -> bool:
-    """Whether the pods themselves neither use an object nor depend on it for their security."""
-    return ref.kind == "PodDisruptionBudget" or ref == Ref("Service", cluster_name)
+def is_unused_by_pods(ref: Ref, cluster_name: str) -> bool:
+    """Whether pods neither use an object nor depend on it for their security.
+
+    Of a Certificate they use only the Secret, whose name contains the uid of the cluster.
+    """
+    return ref.kind in ("Certificate", "PodDisruptionBudget") or ref == Ref("Service", cluster_name)
 
 
 def _conflicts(observed: Observed, taken: list[Ref]) -> Iterator[Problem]:

@@ -36,11 +36,14 @@ class AbsentChildren:
     def note(
         self, components: Sequence[Component], observed: Mapping[str, Observed], plans: Mapping[str, Plan]
     ) -> None:
-        """Remember the children that neither exist nor are planned, after all plans were applied."""
+        """Remember the children that neither exist nor are planned, after all plans were applied.
+
+        A plan that waits for a taken name says nothing about other children that the spec asks for.
+        """
         self._refs = frozenset(
             ref
             for component in components
-            if component.renders_from_spec_only
+            if component.renders_from_spec_only and not plans[component.name].taken
             for ref in _absent(component, observed[component.name], plans[component.name])
         )
 

@@ -1,4 +1,4 @@
-"""Apply: carries out the planned steps in order. Records a failed step and continues with the next."""
+"""Apply: carries out the planned steps in order, and records those that failed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lmcache_operator.contract.base import Observed, Plan, Resize
 from lmcache_operator.contract.conditions import Event, Problem
 from lmcache_operator.errors import QUOTA, ApiError, NoAnswerError, RefusedError
 from lmcache_operator.kube.client import KubeApi
-from lmcache_operator.pods.differences import rendering
+from lmcache_operator.pods.differences import halted, is_unused_by_pods, rendering
 from lmcache_operator.pods.resize import refuse
 from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.reconcile.probe import ReadStats, read_sidecar
@@ -54,7 +54,7 @@ class Applier:
     """Number of completed resize steps."""
 
     async def carry_out(self, plan: Plan, observed: Observed) -> None:
-        """Carry out one component's plan.
+        """Carry out one component's plan, up to the first refused object that its pods would use.
 
         Raises:
             NoAnswerError: the API server is unreachable, so further steps would fail, too.
@@ -68,6 +68,9 @@ class Applier:
             if await self._attempt("apply", ref, self.api.apply(wanted, uid)):
                 self._note_repair(plan, ref, is_new=uid is None)
                 self.contests.note_write(ref, rendering(wanted), self.time, is_repair=bool(plan.lost[ref]))
+            elif not is_unused_by_pods(ref, self.key.name):
+                plan = halted(plan)
+                break
         for ref in plan.delete:
             uid = observed.children[ref]["metadata"]["uid"]
             call = self.api.delete(BY_NAME[ref.kind], self.key.namespace, ref.name, uid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from lmcache_operator.api.parse import parse
 from lmcache_operator.contract.base import Component, Context, Observed, Plan
@@ -39,9 +40,11 @@ def plan(
     except InvalidSpecError as error:
         invalid = Problem("InvalidSpec", str(error))
         return {each.name: unchanged(observed[each.name], invalid) for each in components}, None
-    taken = {name for name, each in plans.items() if each.taken}
-    blocked = {each.name for each in components if taken & {each.name, *each.used}}
-    return {name: halted(each) if name in blocked else each for name, each in plans.items()}, fault
+    conflicts = {name: each.taken for name, each in plans.items()}
+    for each in components:
+        if taken := [ref for name in (each.name, *each.used) for ref in conflicts.get(name, ())]:
+            plans[each.name] = replace(halted(plans[each.name]), taken=tuple(taken))
+    return plans, fault
 
 
 def internal_error(error: Exception) -> Problem:

@@ -79,3 +79,12 @@ def test_failed_reconciliation_makes_the_operator_read_all_children(bench: ReadB
         bench.reconcile()
     bench.world.failures.clear()
     assert bench.reconciled_reads() > {CLAIM, *REMOTE}
+
+
+@pytest.mark.parametrize("taken", [Ref("Service", "demo-engine"), Ref("ConfigMap", "demo-peers")])
+def test_children_that_wait_for_a_taken_name_are_read_each_time(taken: Ref) -> None:
+    """Another owner may create one of them meanwhile."""
+    bench = ReadBench(tiers={"peers": {}})
+    bench.world.objects[taken] = {"metadata": {"name": taken.name, "uid": "1"}}
+    bench.reconcile()
+    assert bench.reconciled_reads() > {STATEFUL_SET, Ref("ServiceAccount", "demo-engine")}

@@ -27,14 +27,19 @@ def test_condition_metrics_exist_until_the_cluster_is_deleted() -> None:
     assert condition_metrics() == {}
 
 
-def test_refused_apply_becomes_a_condition_and_the_rest_continues() -> None:
+@pytest.mark.parametrize("kind", ["ServiceAccount", "NetworkPolicy", "PodDisruptionBudget"])
+def test_refused_apply_becomes_a_condition_and_no_pods_follow_that_need_the_object(kind: str) -> None:
     bench = ReconciledCluster()
-    bench.world.failures["apply NetworkPolicy"] = RefusedError("apply", "quota exceeded")
+    bench.world.failures[f"apply {kind}"] = RefusedError("apply", "quota exceeded")
     pauses = [bench.reconcile() for _ in range(7)]
     assert pauses == [5, 10, 20, 40, 60, 60, 60]
-    assert STATEFUL_SET in bench.world.objects
-    assert bench.ready() == ("False", "NetworkPolicy demo-engine: quota exceeded")
-    assert bench.world.events == [("Warning", "Refused"), ("Normal", "Scaling")]
+    is_needed = kind != "PodDisruptionBudget"
+    assert (STATEFUL_SET in bench.world.objects) is not is_needed
+    assert bench.ready() == ("False", f"{kind} demo-engine: quota exceeded")
+    assert ("Warning", "Refused") in bench.world.events
+    bench.world.failures.clear()
+    bench.settle()
+    assert bench.ready()[0] == "True"
 
 
 @pytest.mark.parametrize("call", ["get Service", "find Pod", "apply Service", "apply StatefulSet", "evict"])
@@ -53,8 +58,7 @@ def test_persistent_failure_of_any_call_is_reported(call: str) -> None:
             bench.reconcile()
     assert "failed calling webhook" in bench.ready()[1]
     assert ("Warning", "ApiError") in bench.world.events
-    if call != "apply StatefulSet":  # the operator continues with the remaining children if it can
-        assert (STATEFUL_SET in bench.world.objects) is (has_children or call.startswith("apply"))
+    assert (STATEFUL_SET in bench.world.objects) is has_children, "pods need the other children"
     bench.world.failures.clear()
     bench.settle()
     assert bench.ready()[0] == "True"

@@ -21,7 +21,9 @@ OWNERS_OF_PODS = ("StatefulSet", "Deployment", "LMCacheProfile", "LMCacheCluster
 COMPONENT_OF = {ref: each.name for each in COMPONENTS for ref in each.refs(NAME)}
 ALL = [ref for ref in COMPONENT_OF if ref != Ref("ConfigMap", "demo-autoscaling")]
 """Every object that the operator writes for `FULL`. The autoscaler has nothing to save yet."""
-FOR_CLIENTS = [ref for ref in ALL if ref.kind == "PodDisruptionBudget" or ref == Ref("Service", NAME)]
+UNUSED = [
+    ref for ref in ALL if ref.kind in ("Certificate", "PodDisruptionBudget") or ref == Ref("Service", NAME)
+]
 """Objects that no pod uses."""
 
 
@@ -72,9 +74,10 @@ def test_no_pods_are_created_that_would_use_an_object_of_another_owner(ref: Ref)
     made = {other: each for other, each in owners_of_pods(bench).items() if other != ref}
     assert [other for other, each in made.items() if ref in used(each)] == []
     labels = [each["metadata"]["labels"][COMPONENT_LABEL] for each in made.values()]
-    assert (COMPONENT_OF[ref] in labels) == (ref in FOR_CLIENTS)
+    component = COMPONENT_OF[ref]
+    assert ((ENGINE if component == PEERS else component) in labels) == (ref in UNUSED)
     tiers = {PEERS: PEERS, ENGINE: PEERS, REMOTE: REMOTE}
-    if ref not in FOR_CLIENTS and (tier := tiers.get(COMPONENT_OF[ref])):
+    if ref not in UNUSED and (tier := tiers.get(component)):
         assert secret_of(tier) not in bench.world.objects, "sidecars of other clusters would connect"
 
     del bench.world.objects[ref]
@@ -83,7 +86,7 @@ def test_no_pods_are_created_that_would_use_an_object_of_another_owner(ref: Ref)
     assert bench.conditions()["Degraded"] == "False"
 
 
-@pytest.mark.parametrize("ref", [ref for ref in ALL if ref not in FOR_CLIENTS], ids=str)
+@pytest.mark.parametrize("ref", [ref for ref in ALL if ref not in UNUSED], ids=str)
 def test_no_pods_are_changed_that_would_use_an_object_of_another_owner(ref: Ref) -> None:
     bench = ReconciledCluster.settled(**FULL)
     before = {other: each for other, each in owners_of_pods(bench).items() if other != ref}
