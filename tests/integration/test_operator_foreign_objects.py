@@ -172,3 +172,29 @@ def test_no_pods_are_created_without_their_network_policy(plane, operator, names
     plane.wait(lambda: "NetworkPolicy search-engine" in degraded(plane, namespace, "search"))
     assert plane.api.find("v1/serviceaccounts", "search-engine", namespace)
     assert not plane.api.find("apps/v1/statefulsets", "search-engine", namespace)
+
+
+def test_author_cannot_slip_in_the_cluster_of_prefill_pods(plane, operator, namespace, author):
+    """The operator would merge an administrator's Secrets into it, next to the author's image."""
+    body: Object = {"apiVersion": "lmcache.io/v1alpha1", "kind": "LMCacheCluster"}
+    tiers = {"memory": {"size": "64Mi"}, "peers": {}}
+    spec = {"model": {"name": "m"}, "engine": {"image": "attacker.example/x:1"}, "tiers": tiers}
+    named = {"model": {"name": "m", "tokenSecretRef": {"name": "theirs"}}, "images": {"policy": "Follow"}}
+    admins = spec | named | {"engine": {"replicas": 0}, "router": {}}
+    parent = plane.api.create(CLUSTERS, body | {"metadata": {"name": "chat"}, "spec": admins}, namespace)
+    owner = {"name": "chat", "uid": parent["metadata"]["uid"], "controller": True}
+    owner |= {"apiVersion": body["apiVersion"], "kind": body["kind"]}
+    refusal = r"^403: .*metadata\.ownerReferences: you may not create pods"
+    metadata = {"name": "chat-prefill", "ownerReferences": [owner]}
+    with pytest.raises(ApiError, match=refusal):
+        author.create(CLUSTERS, body | {"metadata": metadata, "spec": spec}, namespace)
+    author.create(CLUSTERS, body | {"metadata": {"name": "chat-prefill"}, "spec": spec}, namespace)
+    with pytest.raises(ApiError, match=refusal):
+        author.patch(CLUSTERS, "chat-prefill", {"metadata": {"ownerReferences": [owner]}}, namespace)
+    config = plane.api.create("v1/configmaps", {"metadata": {"name": "app"}}, namespace)
+    app = {"apiVersion": "v1", "kind": "ConfigMap", "name": "app", "uid": config["metadata"]["uid"]}
+    author.patch(CLUSTERS, "chat-prefill", {"metadata": {"ownerReferences": [app]}}, namespace)
+
+    plane.api.patch(CLUSTERS, "chat", {"spec": {"engine": {"prefill": {}}}}, namespace)
+    plane.wait(lambda: "LMCacheCluster chat-prefill exists" in degraded(plane, namespace, "chat"))
+    assert "theirs" not in str(plane.api.get("apps/v1/statefulsets", "chat-prefill-engine", namespace))
