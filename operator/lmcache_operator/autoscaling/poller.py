@@ -90,7 +90,7 @@ class Poller:
         """
         self._sidecars, self._wake, self._clock = sidecars, wake, clock
         self._poll_seconds = poll_seconds
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[ClusterKey, _Watched] = {}
         self._slots = asyncio.Semaphore(_MAX_REQUESTS)
         self._counting = asyncio.Lock()  # slices of several clusters in a row would block the event loop
         self._queue = KeyedQueue(self._poll, num_workers=_NUM_WORKERS)
@@ -101,7 +101,7 @@ class Poller:
 
     def report(self, key: ClusterKey, observed: Mapping[str, Observed]) -> Report | None:
         """See ``reconciler.Autoscaler``."""
-        watched = self._watched.get(key.uid)
+        watched = self._watched.get(key)
         try:
             cluster = parse(observed[names.ENGINE].resource)
         except InvalidSpecError:  # the last report stays until the spec is valid again
@@ -114,17 +114,17 @@ class Poller:
         addresses = {pod["metadata"]["uid"]: pod["status"]["podIP"] for pod in pods}
         if watched is None:
             sizing = Sizing(saved(observed[names.AUTOSCALING]))
-            watched = self._watched[key.uid] = _Watched(key, situation, addresses, sizing, self._clock())
+            watched = self._watched[key] = _Watched(key, situation, addresses, sizing, self._clock())
             self._queue.wake(key)
         watched.situation, watched.addresses = situation, addresses
         return watched.report
 
     def forget(self, key: ClusterKey) -> None:
         """See ``reconciler.Autoscaler``."""
-        self._watched.pop(key.uid, None)
+        self._watched.pop(key, None)
 
     async def _poll(self, key: ClusterKey) -> float | None:
-        watched = self._watched.get(key.uid)
+        watched = self._watched.get(key)
         if watched is None:
             return None
         addresses, slots = watched.addresses, asyncio.Semaphore(_MAX_REQUESTS_OF_A_CLUSTER)
@@ -147,7 +147,7 @@ class Poller:
         is_new = not watched.has_answered and 0 <= now - watched.since < DECIDE_SECONDS
         if not is_new and watched.sizing.is_due(now, situation):
             former, watched.report = watched.report, watched.sizing.decide(now, situation)
-            if self._watched.get(key.uid) is watched and _has_changed(former, watched.report):
+            if self._watched.get(key) is watched and _has_changed(former, watched.report):
                 self._wake(key)
         # A random first interval spreads the polls of clusters that were registered together.
         share = 1.0 if watched.is_started else random.random()

@@ -108,7 +108,7 @@ class Reconciler:
         self._components = components
         self._autoscaler = autoscaler
         self._monotonic = monotonic
-        self._memories: dict[str, _Memory] = {}
+        self._memories: dict[ClusterKey, _Memory] = {}
         self._wake = wake
         self._references = References()
 
@@ -135,7 +135,7 @@ class Reconciler:
                 return None
             self._wake_affected(key, resource)
             fresh = _Memory(SidecarProber(self._read_stats_of(key), self._monotonic))
-            return await self._reconcile(key, resource, self._memories.setdefault(key.uid, fresh))
+            return await self._reconcile(key, resource, self._memories.setdefault(key, fresh))
 
     def _read_stats_of(self, key: ClusterKey) -> ReadStats:
         return lambda address: self._read_stats(address, key.uid)
@@ -148,7 +148,7 @@ class Reconciler:
             self._wake(other)
 
     def _forget(self, key: ClusterKey) -> None:
-        self._memories.pop(key.uid, None)
+        self._memories.pop(key, None)
         if self._autoscaler:
             self._autoscaler.forget(key)
 

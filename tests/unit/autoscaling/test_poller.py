@@ -25,6 +25,17 @@ from testing.workloads.requests import row_hash
 from tests.harness.loops import in_a_loop
 from tests.harness.operator.polled_pods import many, rig, serve
 
+KEY = ClusterKey("default", "demo", "cluster-0")
+
+
+@in_a_loop
+async def test_cluster_of_another_namespace_is_not_forgotten() -> None:
+    """Any user can create an object whose owner has the uid of another cluster."""
+    async with rig() as poller_rig:
+        poller_rig.report()
+        poller_rig.poller.forget(KEY._replace(namespace="theirs"))
+        assert KEY in poller_rig.poller._watched
+
 
 @in_a_loop
 async def test_pods_are_polled_until_autoscaling_is_off() -> None:
@@ -101,10 +112,9 @@ async def test_report_uses_rollouts_and_refused_resizes_of_pods() -> None:
         refusal = json.dumps({"bytes": 1 << 40, "at": refused_at, "message": "no free memory"})
         pods[1]["metadata"]["annotations"] |= {RESIZE_REFUSED: refusal}
         pods[0]["status"]["conditions"] = []
-        key = ClusterKey("default", "demo", "cluster-0")
         engine = replace(poller_rig.observed()["engine"], pods=pods)
-        report = poller_rig.poller.report(key, {component.name: engine for component in COMPONENTS})
-        situation = poller_rig.poller._watched["cluster-0"].situation
+        report = poller_rig.poller.report(KEY, {component.name: engine for component in COMPONENTS})
+        situation = poller_rig.poller._watched[KEY].situation
         assert situation.refusals == ((1 << 40, "pod pod-1: no free memory"),)
         assert situation.obstacle == ("Cooldown", "1 of 2 pods are ready and match the spec")
         assert report.status["memory"]["reason"]
@@ -119,12 +129,12 @@ async def test_chosen_size_is_limited_by_the_maximum_of_running_pods() -> None:
             (sidecar,) = pod["spec"]["initContainers"]
             sidecar["args"] = [f"--memory-size={64 << 30}"]
             sidecar["env"] = [{"name": "LMCACHE_MEMORY_MAX_SIZE", "value": f"{max_gib << 30}"}]
-        poller_rig.poller.report(ClusterKey("default", "demo", "cluster-0"), observed)
-        situation = poller_rig.poller._watched["cluster-0"].situation
+        poller_rig.poller.report(KEY, observed)
+        situation = poller_rig.poller._watched[KEY].situation
         assert (situation.largest_in_place, situation.memory_bounds) == (128 << 30, (32 << 30, 128 << 30))
         # A recommendation may need new pods.
         poller_rig.report(autoscaling=scaling | {"mode": "Recommend"})
-        assert poller_rig.poller._watched["cluster-0"].situation.memory_bounds == (32 << 30, 512 << 30)
+        assert poller_rig.poller._watched[KEY].situation.memory_bounds == (32 << 30, 512 << 30)
 
 
 @in_a_loop
@@ -132,7 +142,7 @@ async def test_deleted_pod_is_forgotten() -> None:
     async with rig() as poller_rig:
         serve(poller_rig.pods, 1, 5)
         await poller_rig.until(lambda: poller_rig.memory().get("curve"))
-        sizing = poller_rig.poller._watched["cluster-0"].sizing
+        sizing = poller_rig.poller._watched[KEY].sizing
         await poller_rig.until(lambda: sizing.intake.traffic.curve.num_keys)
         del poller_rig.addresses["uid-1"]
         poller_rig.report()
@@ -145,7 +155,7 @@ async def test_restarted_sidecar_is_read_from_its_new_position() -> None:
     async with rig() as poller_rig:
         serve(poller_rig.pods, 0, 9)
         await poller_rig.until(lambda: poller_rig.memory().get("curve"))
-        intake = poller_rig.poller._watched["cluster-0"].sizing.intake
+        intake = poller_rig.poller._watched[KEY].sizing.intake
         poller_rig.pods.sidecars.restart(0, poller_rig.pods.clock())
         num_polls = poller_rig.pods.num_polls[0]
         await poller_rig.until(lambda: poller_rig.pods.num_polls[0] > num_polls + 8)
@@ -167,9 +177,8 @@ async def test_size_of_an_unplaced_pod_is_known_after_ten_minutes() -> None:
             pod = {"metadata": metadata, "spec": {"initContainers": [sidecar]}, "status": waiting}
             engine = poller_rig.observed(tiers={"memory": {"size": declared}})["engine"]
             engine = replace(engine, now=now, pods=(*engine.pods, pod))
-            key = ClusterKey("default", "demo", "cluster-0")
-            poller_rig.poller.report(key, {component.name: engine for component in COMPONENTS})
-            situation = poller_rig.poller._watched["cluster-0"].situation
+            poller_rig.poller.report(KEY, {component.name: engine for component in COMPONENTS})
+            situation = poller_rig.poller._watched[KEY].situation
             assert [engine.size for engine in situation.unplaced] == sizes
             assert len(situation.pods) == 2, "a pod without a node must not be polled"
 
@@ -306,7 +315,7 @@ async def test_flooding_pods_take_turns_with_others_and_lose_samples(monkeypatch
         keys = [ClusterKey("default", name, name) for name in ("flood", "other")]
         for key, observed in zip(keys, (flooding, small), strict=True):
             poller.report(key, observed)
-        flooded_intake, small_intake = (poller._watched[key.uid].sizing.intake for key in keys)
+        flooded_intake, small_intake = (poller._watched[key].sizing.intake for key in keys)
 
         def has_lost() -> bool:
             report = poller.report(keys[0], flooding)

@@ -236,6 +236,15 @@ def test_children_wake_the_cluster_that_owns_them() -> None:
     assert owner_key(NAMESPACE, {}) is None
 
 
+def test_forged_owner_of_an_object_makes_the_operator_forget_no_cluster() -> None:
+    """Any user can create an object whose owner has the uid of another cluster, in any namespace."""
+    bench = ReconciledCluster.settled()
+    memory = bench.reconciler._memories[KEY]
+    forged = ClusterKey("theirs", "no-such", UID)
+    assert asyncio.run(bench.reconciler.reconcile(forged)) is None
+    assert bench.reconciler._memories[KEY] is memory
+
+
 def test_kopf_gets_handlers_that_write_nothing() -> None:
     """Change handlers, timers and daemons put annotations or finalizers on objects."""
 
