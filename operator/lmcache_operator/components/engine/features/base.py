@@ -229,4 +229,5 @@ def secret_source(name: str, **keys: str | None) -> Object:
 
 def optional_files(name: str, *keys: str) -> Object:
     """A Secret volume with only these keys, which may be missing."""
-    return {"secret": {**secret_source(name, **{key: key for key in keys})["secret"], "optional": True}}
+    items = [{"key": key, "path": key} for key in keys]
+    return {"secret": {"items": items, "optional": True, "secretName": name}}
