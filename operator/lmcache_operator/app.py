@@ -25,7 +25,6 @@ from aiohttp import web
 from prometheus_client import start_http_server
 
 from lmcache_operator import metrics
-from lmcache_operator.api import GROUP, KIND
 from lmcache_operator.autoscaling.poller import Poller
 from lmcache_operator.components.registry import COMPONENTS, kinds_of
 from lmcache_operator.contract.base import Context
@@ -43,7 +42,7 @@ from lmcache_operator.specs.kinds import (
     SECRET,
     ClusterKey,
     Kind,
-    controller_of,
+    owner_key,
 )
 from lmcache_operator.specs.merge import dig
 from lmcache_operator.specs.names import FIELD_MANAGER, MANAGED_BY_LABEL
@@ -259,13 +258,6 @@ def _watched() -> list[Kind]:
     reads the cluster's Certificate anyway.
     """
     return [kind for kind in kinds_of(COMPONENTS) if kind not in (CERTIFICATE, CLUSTER)]
-
-
-def owner_key(namespace: str, metadata: Mapping[str, Any]) -> ClusterKey | None:
-    """Key of the cluster that owns an object; None if no cluster owns it."""
-    owner = controller_of(metadata)
-    is_cluster = owner.get("kind") == KIND and owner["apiVersion"].startswith(f"{GROUP}/")
-    return ClusterKey(namespace, owner["name"], owner["uid"]) if is_cluster else None
 
 
 def _kopf_settings() -> kopf.OperatorSettings:

@@ -191,9 +191,9 @@ def test_author_cannot_slip_in_the_cluster_of_prefill_pods(plane, operator, name
     author.create(CLUSTERS, body | {"metadata": {"name": "chat-prefill"}, "spec": spec}, namespace)
     with pytest.raises(ApiError, match=refusal):
         author.patch(CLUSTERS, "chat-prefill", {"metadata": {"ownerReferences": [owner]}}, namespace)
-    config = plane.api.create("v1/configmaps", {"metadata": {"name": "app"}}, namespace)
-    app = {"apiVersion": "v1", "kind": "ConfigMap", "name": "app", "uid": config["metadata"]["uid"]}
-    author.patch(CLUSTERS, "chat-prefill", {"metadata": {"ownerReferences": [app]}}, namespace)
+    # The garbage collector does not know this kind, so it leaves the object alone.
+    unknown = owner | {"apiVersion": "attacker.example/v1", "kind": "Unknown"}
+    author.patch(CLUSTERS, "chat-prefill", {"metadata": {"ownerReferences": [unknown]}}, namespace)
 
     plane.api.patch(CLUSTERS, "chat", {"spec": {"engine": {"prefill": {}}}}, namespace)
     plane.wait(lambda: "LMCacheCluster chat-prefill exists" in degraded(plane, namespace, "chat"))

@@ -14,7 +14,7 @@ from lmcache_operator.pods.nodes import doubtful_nodes
 from lmcache_operator.pods.pods import claim_names, has_started, incomplete_sets, is_ready
 from lmcache_operator.reconcile.contest import Contested
 from lmcache_operator.specs import Object
-from lmcache_operator.specs.kinds import BY_NAME, CLUSTER, EVENT, NODE, POD, Ref, controller_uid
+from lmcache_operator.specs.kinds import BY_NAME, CLUSTER, EVENT, NODE, POD, Ref, controller_uid, is_child
 from lmcache_operator.specs.names import selector_text
 
 
@@ -30,12 +30,12 @@ async def observe(
 
     Children in ``absent`` are known not to exist and are not read.
     """
-    namespace, name, uid = (resource["metadata"][key] for key in ("namespace", "name", "uid"))
+    namespace, name = (resource["metadata"][key] for key in ("namespace", "name"))
     refs = component.refs(name)
     read = [ref for ref in refs if ref not in absent]
     objects = await asyncio.gather(*(api.get(BY_NAME[ref.kind], namespace, ref.name) for ref in read))
     live = {ref: child for ref, child in zip(read, objects, strict=True) if child is not None}
-    children = {ref: child for ref, child in live.items() if controller_uid(child) == uid}
+    children = {ref: child for ref, child in live.items() if is_child(child, resource)}
     owners = {child["metadata"]["uid"] for ref, child in children.items() if ref.kind == "StatefulSet"}
     labels = selector_text(name, component.name)
     pods = await api.find(POD, namespace, labelSelector=labels) if owners else ()

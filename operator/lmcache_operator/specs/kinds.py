@@ -82,3 +82,19 @@ def controller_of(metadata: Mapping[str, Any]) -> Object:
 def controller_uid(live: Object) -> str | None:
     """The uid of the object's controlling owner; None if it has none."""
     return controller_of(live["metadata"]).get("uid")
+
+
+def owner_key(namespace: str, metadata: Mapping[str, Any]) -> ClusterKey | None:
+    """Key of the cluster that owns an object; None if no cluster owns it."""
+    owner = controller_of(metadata)
+    is_cluster = owner.get("kind") == KIND and owner["apiVersion"].startswith(f"{GROUP}/")
+    return ClusterKey(namespace, owner["name"], owner["uid"]) if is_cluster else None
+
+
+def is_child(live: Object, cluster: Object) -> bool:
+    """Whether a cluster is the controller of an object in its namespace.
+
+    The uid alone does not show it: a reference of an unknown kind can have any uid.
+    """
+    namespace, name, uid = (cluster["metadata"][key] for key in ("namespace", "name", "uid"))
+    return owner_key(namespace, live["metadata"]) == (namespace, name, uid)

@@ -8,14 +8,14 @@ import kopf
 import pytest
 from aiohttp import ClientSession
 
-from lmcache_operator.app import Health, build_registry, owner_key
+from lmcache_operator.app import Health, build_registry
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.components.registry import COMPONENTS, kinds_of
 from lmcache_operator.errors import RefusedError
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.contest import ContestLog
-from lmcache_operator.specs.kinds import ClusterKey, Ref
+from lmcache_operator.specs.kinds import ClusterKey, Ref, owner_key
 from testing.child_process import free_port
 from tests.harness.operator.components import GOOD, KEY, ReconciledCluster
 from tests.harness.operator.model import NAME, NAMESPACE, UID, cluster

@@ -14,7 +14,7 @@ from lmcache_operator.contract.base import Component, ComponentStatus, Context, 
 from lmcache_operator.contract.conditions import Condition, Problem, former_conditions
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.specs import Object, names, stateful
-from lmcache_operator.specs.kinds import Ref, controller_uid
+from lmcache_operator.specs.kinds import Ref, is_child
 from lmcache_operator.specs.merge import dig
 
 _AVAILABLE = "RouterAvailable"
@@ -115,7 +115,7 @@ def _deployment(observed: Observed) -> Object | None:
 def _may_use_prefill_pods(observed: Observed) -> bool:
     """Whether the cluster has a ready prefill pod, or prefill pods that its router already uses."""
     prefill = observed.referred
-    if prefill is None or controller_uid(prefill) != observed.resource["metadata"]["uid"]:
+    if prefill is None or not is_child(prefill, observed.resource):
         return False
     return bool(dig(prefill, "status", "readyReplicas")) or _uses_prefill_pods(_deployment(observed))
 
