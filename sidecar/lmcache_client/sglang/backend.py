@@ -262,31 +262,6 @@ class LMCacheBackend(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # s
         """Store pages of further pools."""
         return {t.name: self._store(str(t.name), t.keys or [], t.host_indices, extra_info) for t in transfers}
 
-    # ---- interfaces that SGLang does not use with this backend ----
-
-    def exists(self, key: str) -> bool:
-        """Return whether one page is cached."""
-        return bool(self.batch_exists([key]))
-
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
-        """Load nothing: SGLang uses this only without ``"interface_v1": 1``."""
-
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[None]:
-        """Return None for each page, see ``get``."""
-        return [None] * len(keys)
-
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Store nothing: SGLang uses this only without ``"interface_v1": 1``."""
-        return False
-
-    def batch_set(
-        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
-    ) -> bool:
-        """Return False, see ``set``."""
-        return False
-
     # ---- the work ----
 
     def _load(self, pool: str, keys: Sequence[str], host_indices: Any, began_at: float) -> list[bool]:
@@ -312,7 +287,7 @@ class LMCacheBackend(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # s
         return [index // page_size for index in host_indices[::page_size].tolist()]
 
 
-# A later version of SGLang may ask for further methods. It must start, too.
+# SGLang calls the other abstract methods only without ``"interface_v1": 1``. Later versions may have more.
 LMCacheBackend.__abstractmethods__ = frozenset()
 
 
