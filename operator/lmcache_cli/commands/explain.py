@@ -66,7 +66,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _lines(gathered: Gathered) -> Iterator[str]:
     causes = merge.causes(gathered.stats)
     price = price_of_token(gathered)
-    yield from tables.overview(causes, usd_per_token=price)
+    yield from tables.overview(causes, price)
     yield from tenants.overview(gathered.stats)
     if causes["prompt_tokens"]:
         yield ""
@@ -88,7 +88,7 @@ def explanation(gathered: Gathered) -> dict[str, Any]:
         "divergedRequests": causes["diverged_requests"],
         "branches": causes["branches"],
         "tenants": [tenants.document(each) for each in tenants.by_name(gathered.stats)],
-        "findings": [finding._asdict() for finding in findings(causes, usd_per_token=price)],
+        "findings": [finding._asdict() for finding in findings(causes, price)],
         "savings": document(saved_by(gathered)),
         "problems": problems_of(gathered.pods, gathered.problems),
     }
@@ -105,12 +105,13 @@ def _print_tenant(gathered: Gathered, arguments: argparse.Namespace) -> None:
         raise NotFoundError(tenants.unknown(name, known))
     price = price_of_token(gathered)
     figures, causes = tenants.tenant(gathered.stats, name), tenants.causes(gathered.stats, name)
+    advice = findings(causes, price, advice_if_evicted=figures.advice(), whose=tenants.WHOSE)
     content = {
         "version": 1,
         **tenants.document(figures),
         "causeTokens": causes["cause_tokens"],
         "divergedTokens": causes["diverged_tokens"],
-        "findings": [finding._asdict() for finding in findings(causes, figures, price)],
+        "findings": [finding._asdict() for finding in advice],
         "problems": problems,
     }
     lines = tenants.lines(gathered.stats, name, price)

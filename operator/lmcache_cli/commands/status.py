@@ -71,7 +71,7 @@ def _text(arguments: argparse.Namespace, gathered: Gathered) -> str:
 def status_of(gathered: Gathered) -> dict[str, Any]:
     """Return the status as plain data. Its fields are stable: programs may read them."""
     cluster, causes = gathered.cluster, merge.causes(gathered.stats)
-    advice = findings(causes, usd_per_token=price_of_token(gathered))
+    advice = findings(causes, price_of_token(gathered))
     return {
         "version": 1,
         "namespace": cluster["metadata"]["namespace"],

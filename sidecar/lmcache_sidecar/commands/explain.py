@@ -74,7 +74,7 @@ def _explain(arguments: argparse.Namespace) -> tuple[Any, Iterator[str]]:
         larger = _larger_memory(arguments.url, stats)
         sizes = {"larger_memory": larger._asdict()} if larger else {}
         saved = benefit([stats], Prices())
-        overview = tables.overview(stats["causes"], larger, price)
+        overview = tables.overview(stats["causes"], price, larger.advice() if larger else "")
         lines = itertools.chain(overview, tenants.overview([stats]), _benefit_lines(stats, saved))
         figures = {"tenants": [each._asdict() for each in tenants.by_name([stats])]}
         return stats["causes"] | sizes | figures | {"benefit": saved._asdict()}, lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from lmcache_store.causes import num_computed
 
@@ -19,21 +19,6 @@ _EARLY = (
     "Move it to the end."
 )
 _LATE = "These prompts share a document or a system prompt, and then differ. Nothing is wrong."
-
-
-ALL = "all"
-"""See ``Adviser.whose``."""
-
-
-class Adviser(Protocol):
-    """Advice about evicted tokens that is more exact than the general advice."""
-
-    @property
-    def whose(self) -> str:
-        """The word before "prompt tokens" in a statement, such as "all"."""
-
-    def advice(self) -> str:
-        """Return what to do, for people."""
 
 
 class Finding(NamedTuple):
@@ -101,7 +86,7 @@ _BY_CAUSE = {
 
 
 def findings(
-    causes: Mapping[str, Any], adviser: Adviser | None = None, usd_per_token: float = 0.0
+    causes: Mapping[str, Any], usd_per_token: float = 0.0, *, advice_if_evicted: str = "", whose: str = "all"
 ) -> Sequence[Finding]:
     """Return what stands out in the ``causes`` that one sidecar counts, or several together.
 
@@ -109,17 +94,17 @@ def findings(
 
     Args:
         causes: the part ``causes`` of ``/stats``.
-        adviser: what to do about evicted tokens, if that is known.
         usd_per_token: price of computing a token, see ``benefit.usd_per_token``.
+        advice_if_evicted: what to do about evicted tokens; empty: the general advice.
+        whose: the word before "prompt tokens" in a statement.
     """
     tokens: Mapping[str, int] = causes["cause_tokens"]
     total = causes["prompt_tokens"]
-    whose = adviser.whose if adviser else ALL
     found = [
         Finding(
             number / total,
             f"{percent(number, total)} of {whose} prompt tokens {statement}.",
-            adviser.advice() if adviser and cause == EVICTED else advice,
+            advice_if_evicted if advice_if_evicted and cause == EVICTED else advice,
             number * usd_per_token,
         )
         for cause, (statement, advice) in _BY_CAUSE.items()

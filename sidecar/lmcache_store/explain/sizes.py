@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from lmcache_store.common.units import format_size
 from lmcache_store.curves import Lookup, MissRatioCurve
 from lmcache_store.curves.answers import samples
-from lmcache_store.explain.findings import ALL
 
 _MIN_SAMPLES = 1000
 """Samples below which the curve says nothing useful."""
@@ -27,11 +26,6 @@ class LargerMemory(NamedTuple):
     """Smallest multiple that would have kept most of the evicted chunks."""
     retained_share: float
     """Share of the evicted chunks that this multiple would have kept."""
-
-    @property
-    def whose(self) -> str:
-        """See Adviser."""
-        return ALL
 
     def advice(self) -> str:
         """Return what to do, for people."""

@@ -11,7 +11,7 @@ from lmcache_store.common.text import plain
 from lmcache_store.common.units import format_seconds
 from lmcache_store.explain import merge
 from lmcache_store.explain.benefit import Benefit
-from lmcache_store.explain.findings import Adviser, findings, percent
+from lmcache_store.explain.findings import findings, percent
 
 _BAR, _WIDTH = 30, 100  # columns of the largest bar, and of a line of text
 _INDENT = "     "
@@ -19,7 +19,7 @@ _MIN_USD = 0.01
 
 
 def overview(
-    causes: Mapping[str, Any], adviser: Adviser | None = None, usd_per_token: float = 0.0
+    causes: Mapping[str, Any], usd_per_token: float = 0.0, advice_if_evicted: str = "", whose: str = "all"
 ) -> Iterator[str]:
     """Yield the lines that explain all counted prompts. See ``findings`` for the arguments."""
     tokens, total = causes["cause_tokens"], causes["prompt_tokens"]
@@ -32,7 +32,7 @@ def overview(
     yield ""
     yield from _rows("LOADED FROM", HITS, tokens, total)
     yield from _rows("COMPUTED BECAUSE", COMPUTED, tokens, total)
-    found = findings(causes, adviser, usd_per_token)
+    found = findings(causes, usd_per_token, advice_if_evicted=advice_if_evicted, whose=whose)
     yield "What stands out:" if found else "Nothing stands out."
     for number, finding in enumerate(found, 1):
         statement = finding.statement

@@ -17,6 +17,8 @@ PART = "tenants"
 """Part of ``/stats`` with figures by the name of the tenant."""
 ABOUT = f"name of a tenant; {DEFAULT_NAME}: all requests whose salt has no name, or that have no salt"
 """Help text of ``--tenant``."""
+WHOSE = "the tenant's"
+"""See ``findings``."""
 _MAX_NAMES = 512
 _FULL = 0.95
 """Share of its upper bound from which a tenant counts as being at the bound."""
@@ -46,11 +48,6 @@ class TenantTotals(NamedTuple):
     """Rows that were not written to disk because of the bound."""
     usable_bytes: int
     """Memory of all tenants."""
-
-    @property
-    def whose(self) -> str:
-        """See Adviser."""
-        return "the tenant's"
 
     def advice(self) -> str:
         """Return what to do about rows of this tenant that were evicted."""
@@ -128,7 +125,7 @@ def lines(reports: Sequence[Any], name: str, usd_per_token: float = 0.0) -> Iter
     each, counted = tenant(reports, name), causes(reports, name)
     if counted["prompt_tokens"]:
         yield f"Tenant {name}."
-        yield from tables.overview(counted, each, usd_per_token)
+        yield from tables.overview(counted, usd_per_token, each.advice(), WHOSE)
     else:
         yield f"No prompt of tenant {name} was counted yet."
         if name != DEFAULT_NAME:

@@ -48,7 +48,7 @@ def test_findings_have_the_price_of_computing_their_tokens():
     counted = causes({"64": 700}, memory=300, evicted=1000)
     first, second = findings(counted, usd_per_token=0.01)
     assert (first.usd, second.usd) == (10.0, 7.0)
-    assert "took 10.00 USD of GPU time." in " ".join(" ".join(tables.overview(counted, None, 0.01)).split())
+    assert "took 10.00 USD of GPU time." in " ".join(" ".join(tables.overview(counted, 0.01)).split())
     assert "USD" not in "\n".join(tables.overview(counted))
 
 

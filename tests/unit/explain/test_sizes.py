@@ -37,7 +37,7 @@ def test_names_the_size_that_would_retain_the_evicted_chunks():
     assert larger.hit_ratios[1] < 0.05
     assert larger.hit_ratios[4] == pytest.approx(0.9, abs=0.05)  # of ten turns, the first one is cold
     causes = {"prompt_tokens": 100, "cause_tokens": {"evicted": 90, "new": 10}, "diverged_tokens": {}}
-    (finding,) = findings(causes, larger)
+    (finding,) = findings(causes, advice_if_evicted=larger.advice())
     assert finding.statement.startswith("90 % of all prompt tokens were stored before")
     assert finding.advice.startswith("A memory tier of 3 x the size (480Mi) would have kept ")
 
