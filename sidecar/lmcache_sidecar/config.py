@@ -30,10 +30,6 @@ _DEADLINE = options.number(float, 0.01, 60, "a number of seconds from 0.01 to 60
 _NODE = options.number(int, 0, 1023, "a NUMA node: write its number, 0 is the first")
 
 
-def _read_address(url: str) -> Address | None:
-    return Address.parse(url) if url else None
-
-
 def _read_bandwidth(text: str) -> int:
     rate = parse_size(text) if text else 0
     if 0 < rate < MIN_BYTES_PER_SECOND:
@@ -83,7 +79,7 @@ class Config:
         " empty: no encryption")
     admit: str = _option("POLICY", "All", options.one_of("All", "OnReuse"),
         "chunks to write to the disk and remote tiers: All, or OnReuse, those that were hit once in memory")
-    remote_url: Address | None = _option("URL", "", _read_address,  # noqa: RUF009
+    remote_url: Address | None = _option("URL", "", lambda url: Address.parse(url) if url else None,  # noqa: RUF009
         "Redis or Valkey that all pods share: redis://host:port/db or unix:///path; several hosts with commas"
         " are shards; also rediss:// (TLS), redis-sentinel:// and redis-cluster://; empty: no remote tier")
     remote_shards_file: str = _option("FILE", "", str,
