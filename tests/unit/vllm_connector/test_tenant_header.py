@@ -112,7 +112,9 @@ def test_images_of_two_tenants_never_have_one_name(path: str, field: str):
 
 
 def test_other_uuids_stay():
-    body = {"tools": [{"uuid": "a"}], "metadata": {"uuid": "b"}, "messages": [{"uuid": None}], "uuid": "c"}
+    call = {"function": {"name": "find", "arguments": {"uuid": "d"}}}
+    messages = [{"uuid": None}, {"role": "assistant", "tool_calls": [call]}]
+    body = {"tools": [{"uuid": "a"}], "metadata": {"uuid": "b"}, "messages": messages, "uuid": "c"}
     assert json.loads(request(json.dumps(body).encode()).body) == {**body, "cache_salt": "s3cret"}
 
 
