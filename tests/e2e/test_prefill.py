@@ -92,7 +92,7 @@ def test_answer_is_that_of_one_engine_and_its_prompt_comes_from_the_prefill_pod(
             break
     else:
         raise AssertionError(f"no prompt was loaded from the prefill pod: {decode.stats()['peers']}")
-    assert prefill.stats()["peer_server"]["read_bytes"] > 0
+    assert prefill.stats()["peer_server"]["read_columns"] > 0
     assert tokens(prefill, "peers") == 0
 
 
