@@ -14,7 +14,7 @@ from tests.harness.operator.prefill import with_prefill
 EXTERNAL = {"external": {"url": "redis://kv:6379"}}
 MANAGED = {"managed": {"memoryPerShard": "1Gi"}}
 REFERENCE = {"clusterRef": {"name": "kv"}}
-OWN_CERTIFICATE = {"tls": {"secretRef": {"name": f"{NAME}-remote-tls-{UID}"}}}
+USER_CERTIFICATE = {"tls": {"secretRef": {"name": f"{NAME}-remote-tls-{UID}"}}}
 SALT = {"name": "search", "saltSecretRef": {"name": "search-salt"}}
 HASHED = {"name": "batch", "saltHash": "a" * 64}
 
@@ -94,7 +94,7 @@ KEEPING = [
     ({}, {"autoscaling": {"mode": "Auto", "memory": {"maxSize": "2Gi"}}}),
     ({"router": {}}, {"router": {"replicas": 5, "args": ["--max-payload-size=1"]}}),
     (tiers(disk=DISK), tiers(disk={"size": "2Ti"})),
-    (tiers(remote=MANAGED), tiers(remote={"managed": MANAGED["managed"] | OWN_CERTIFICATE})),
+    (tiers(remote=MANAGED), tiers(remote={"managed": MANAGED["managed"] | USER_CERTIFICATE})),
     (UNSPLIT, PREFILL),
     (PREFILL, with_prefill(args=["--a=1"], replicas=5)),
     (TWO, named(SALT | {"memoryPercent": 10, "priority": 9}, HASHED)),
