@@ -194,6 +194,8 @@ def test_author_cannot_slip_in_the_cluster_of_prefill_pods(plane, operator, name
     # The garbage collector does not know this kind, so it leaves the object alone.
     unknown = owner | {"apiVersion": "attacker.example/v1", "kind": "Unknown"}
     author.patch(CLUSTERS, "chat-prefill", {"metadata": {"ownerReferences": [unknown]}}, namespace)
+    with pytest.raises(ApiError, match=refusal):
+        author.patch(CLUSTERS, "chat-prefill", {"metadata": {"ownerReferences": [owner]}}, namespace)
 
     plane.api.patch(CLUSTERS, "chat", {"spec": {"engine": {"prefill": {}}}}, namespace)
     plane.wait(lambda: "LMCacheCluster chat-prefill exists" in degraded(plane, namespace, "chat"))
