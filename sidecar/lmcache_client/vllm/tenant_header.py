@@ -190,7 +190,7 @@ def _with_salt(scope: Message, body: bytes, salt: str) -> bytes:
 def _rename_media(content: dict[str, Any], salt: str) -> None:
     """Replace the names of images, videos and sounds in a prompt by names of this tenant.
 
-    Arguments of tools are text of the prompt, and no media.
+    vLLM takes names of any type as texts. Arguments of tools are text of the prompt, and no media.
     Source: vLLM 0.32, ``renderers/chat_utils.py``, ``_parse_chat_message_content_part``.
     """
     pending = [content.get(field) for field in ("messages", "input")]
@@ -200,8 +200,8 @@ def _rename_media(content: dict[str, Any], salt: str) -> None:
             pending.extend(value)
         elif isinstance(value, dict):
             pending.extend(each for key, each in value.items() if key != "tool_calls")
-            if isinstance(name := value.get("uuid"), str):
-                value["uuid"] = hashlib.sha256(json.dumps([salt, name]).encode()).hexdigest()
+            if (name := value.get("uuid")) is not None:
+                value["uuid"] = hashlib.sha256(json.dumps([salt, str(name)]).encode()).hexdigest()
 
 
 async def _refuse(scope: Message, receive: Receive, send: Send, problem: str) -> None:

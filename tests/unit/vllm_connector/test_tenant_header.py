@@ -80,7 +80,7 @@ def test_salt_of_the_header_replaces_all_those_of_the_client():
 IMAGE = MultiModalDataParser().parse_mm_data({"image": [Image.new("RGB", (2, 2))]})
 
 
-def cached_image(path: str, field: str, name: str, tenant: bytes) -> str:
+def cached_image(path: str, field: str, name: object, tenant: bytes) -> str:
     """Return the key of a client's image in vLLM's caches of images."""
     image = {"type": "input_image", "image_url": None, "detail": "auto", "uuid": name}
     items: dict[str, Any] = {
@@ -94,19 +94,20 @@ def cached_image(path: str, field: str, name: str, tenant: bytes) -> str:
     valid = (ChatCompletionRequest if key == "messages" else ResponsesRequest).model_validate(changed)
     (item,) = getattr(valid, key)
     (part,) = item["output" if field == "output" else "content"]
-    hashes = ProcessorInputs([], IMAGE, {"image": [part["uuid"]]}).get_mm_hashes("tiny", "blake3")
+    hashes = ProcessorInputs([], IMAGE, {"image": [str(part["uuid"])]}).get_mm_hashes("tiny", "blake3")
     return str(hashes["image"][0])
 
 
+@pytest.mark.parametrize("name", ["invoice", 4711, True, 1.5, ["x"], ""])
 @pytest.mark.parametrize(
     ("path", "field"),
     [("/v1/chat/completions", "messages"), ("/v1/responses", "input"), ("/v1/responses", "output")],
 )
-def test_images_of_two_tenants_never_have_one_name(path: str, field: str):
+def test_images_of_two_tenants_never_have_one_name(path: str, field: str, name: object):
     """vLLM looks an image up by the name that the client gave, whatever the salt of the request."""
-    mine = cached_image(path, field, "invoice", b"s3cret")
-    assert mine == cached_image(path, field, "invoice", b"s3cret"), "a tenant finds its own image"
-    assert mine != cached_image(path, field, "invoice", b"other")
+    mine = cached_image(path, field, name, b"s3cret")
+    assert mine == cached_image(path, field, name, b"s3cret"), "a tenant finds its own image"
+    assert mine != cached_image(path, field, name, b"other")
     assert mine != cached_image(path, field, "invoice 2", b"s3cret")
     assert cached_image(path, field, mine, b"other") != mine, "a client may know the name"
 
