@@ -48,7 +48,7 @@ class RouterDiscovery:
             self._has_opened = True
             _open_render(scope["app"])
         path = asgi.path_of(scope) if scope["type"] == "http" else ""
-        if path in RENDER_PATHS:
+        if path in RENDER_PATHS and scope["method"] == "POST":
             await self._tokenize(scope, receive, send)
             return
         answer = _ANSWERS.get(path) if scope.get("method") == "GET" else None

@@ -71,6 +71,7 @@ def test_other_requests_reach_the_server() -> None:
     state = server_state(client=None)
     assert request("/health", state) is None
     assert request("/get_server_info", state, method="POST") is None
+    assert request("/v1/completions/render", state, method="OPTIONS") is None
     assert request("/get_server_info", state, kind="websocket") is None
     assert request("/get_server_info", SimpleNamespace()) is None, "the middleware has no answer"
 
