@@ -29,7 +29,7 @@ from lmcache_operator.kube.client import KubeApi, connect
 from lmcache_operator.policy.report import Choice
 from lmcache_operator.reconcile.reconciler import Reconciler
 from lmcache_operator.specs.kinds import BY_NAME, CLUSTER, POD, ClusterKey
-from lmcache_operator.specs.names import MEMORY_SIZE, RENDERED_HASH, STOCK_IMAGES, annotations_of
+from lmcache_operator.specs.names import MEMORY_SIZE, RENDERED_HASH, SPEC_HASH, STOCK_IMAGES, annotations_of
 from testing.kube.api import Api, Object
 from testing.kube.cluster import Cluster
 from tests.harness.kube import CLUSTERS, NAME, Operator, example, is_since, new_namespace, since
@@ -267,13 +267,14 @@ def _is_status(write: tuple[str, str]) -> bool:
 def _normal(child: Object, namespace: str, uid: str) -> str:
     normal = {key: value for key, value in child.items() if key != "status"}
     normal["metadata"] = {key: value for key, value in child["metadata"].items() if key not in SERVER_FIELDS}
-    # The hash covers everything rendered, including the owner's uid.
+    # This hash and that of the pods cover the owner's uid.
     annotations = {key: value for key, value in annotations_of(child).items() if key != RENDERED_HASH}
     normal["metadata"]["annotations"] = annotations
     if child["kind"] == "Service":
         normal["spec"] = {key: value for key, value in child["spec"].items() if key not in SERVICE_FIELDS}
     normal.get("data", {}).pop("savedIn", None)
-    return json.dumps(normal, sort_keys=True).replace(namespace, "NAMESPACE").replace(uid, "UID")
+    text = re.sub(rf'("{SPEC_HASH}": )"\w+"', r'\1"HASH"', json.dumps(normal, sort_keys=True))
+    return text.replace(namespace, "NAMESPACE").replace(uid, "UID")
 
 
 @pytest.fixture

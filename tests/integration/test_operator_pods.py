@@ -15,7 +15,7 @@ def test_pods_pull_images_with_secrets_of_their_service_account_or_of_the_spec(p
     resource["spec"]["tiers"]["remote"] = {"managed": {"memoryPerShard": "1Gi"}}
     plane.api.create(CLUSTERS, resource, namespace)
     wait_ready(plane, namespace)
-    accounts = f"{NAME}-engine", f"{NAME}-router", "default"
+    accounts = f"{NAME}-engine", f"{NAME}-router", f"{NAME}-remote"
     for account in accounts:
         plane.api.patch("v1/serviceaccounts", account, {"imagePullSecrets": secrets}, namespace)
     reconcile_once_more(plane, operator, namespace)
