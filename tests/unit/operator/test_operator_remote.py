@@ -219,7 +219,11 @@ def test_engines_mount_the_list_of_shards_as_optional(remote, owner):
     }
     engines = Engine().render(replace(resource, lenders=lenders), CONTEXT)[-1]
     pod, uid = engines["spec"]["template"]["spec"], "uid of kv" if lenders else UID
-    assert part(pod["volumes"], "remote")["configMap"] == {"name": f"{owner}-remote", "optional": True}
+    assert part(pod["volumes"], "remote")["configMap"] == {
+        "items": [{"key": "shards.yaml", "path": "shards.yaml"}],
+        "name": f"{owner}-remote",
+        "optional": True,
+    }
     assert part(pod["volumes"], "remote-auth")["projected"]["sources"] == [
         {"secret": {"items": [{"key": key, "path": key}], "name": name, "optional": True}}
         for key, name in (("password", f"{owner}-remote-{uid}"), ("ca.crt", f"{owner}-remote-tls-{uid}"))

@@ -40,6 +40,18 @@ def test_pods_mount_the_keys_that_they_need_and_never_a_whole_secret() -> None:
     assert [source for source in mounted if not source.get("items")] == []
 
 
+def test_pods_mount_one_key_of_a_list_and_only_of_a_cluster_that_exists() -> None:
+    """Otherwise a reference would lead to any ConfigMap whose name ends like that of a list."""
+    kv: Object = {"clusterRef": {"name": "kv"}}
+    bench = ReconciledCluster.settled(tiers={"peers": kv, "remote": kv})
+    assert lists(bench) == {}
+    owner = tier("first")
+    owner["spec"]["tiers"]["peers"] = {}
+    bench.world.objects[KV] = owner
+    bench.settle()
+    assert lists(bench) == {"kv-peers": "peers.yaml", "kv-remote": "shards.yaml"}
+
+
 def test_shards_have_an_account_of_their_own() -> None:
     """The default account of a namespace may have Secrets that pull images, or a role of a cloud."""
     bench = ReconciledCluster.settled(**DERIVED)
@@ -60,6 +72,13 @@ def mounts(bench: ReconciledCluster) -> list[str]:
     volumes = bench.world.objects[ENGINES]["spec"]["template"]["spec"]["volumes"]
     sources = part(volumes, "remote-auth")["projected"]["sources"]
     return [source["secret"]["name"] for source in sources]
+
+
+def lists(bench: ReconciledCluster) -> dict[str, str]:
+    """The ConfigMaps of other components that the engine pods mount, with their key."""
+    volumes = bench.world.objects[ENGINES]["spec"]["template"]["spec"]["volumes"]
+    sources = [each["configMap"] for each in volumes if "configMap" in each]
+    return {each["name"]: each["items"][0]["key"] for each in sources if each.get("optional")}
 
 
 def evicted(bench: ReconciledCluster) -> int:

@@ -231,3 +231,9 @@ def optional_files(name: str, *keys: str) -> Object:
     """A Secret volume with only these keys, which may be missing."""
     items = [{"key": key, "path": key} for key in keys]
     return {"secret": {"items": items, "optional": True, "secretName": name}}
+
+
+def optional_list(owner: str, tier: str, key: str) -> Object:
+    """A volume with only this key of the ConfigMap of a tier, which may be missing."""
+    items = [{"key": key, "path": key}]
+    return {"configMap": {"items": items, "name": names.object_name(owner, tier), "optional": True}}

@@ -16,6 +16,7 @@ from lmcache_operator.components.engine.features.base import (
     PodFeature,
     Volume,
     optional_files,
+    optional_list,
     part_of,
 )
 from lmcache_operator.contract.base import Observed, SidecarState
@@ -67,9 +68,8 @@ class PeersFeature(PodFeature[bool]):
         if (peers := cluster.spec.tiers.peers) is None:
             return
         owner = names.peers_owner(cluster)
-        listed = {"configMap": {"name": names.object_name(owner, names.PEERS), "optional": True}}
-        yield Volume("peers", paths.PEERS_DIR, listed)
         if password := names.tier_secret(cluster, owner, names.PEERS):
+            yield Volume("peers", paths.PEERS_DIR, optional_list(owner, names.PEERS, paths.PEERS_FILE))
             yield Volume("peers-auth", paths.PEERS_AUTH_DIR, optional_files(password, "password"))
         if peers.tls:
             # Without the certificate, the sidecar refuses its peers.

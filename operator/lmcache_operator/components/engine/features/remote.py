@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.components.engine.features.base import LowerTierFeature, Volume, secret_source
+from lmcache_operator.components.engine.features.base import (
+    LowerTierFeature,
+    Volume,
+    optional_list,
+    secret_source,
+)
 from lmcache_operator.contract.base import Observed, SidecarState
 from lmcache_operator.contract.conditions import Condition, failure_of
 from lmcache_operator.specs import Object, names, paths
@@ -52,8 +57,6 @@ class RemoteFeature(LowerTierFeature):
         """The list of shards, and the credentials."""
         if owner := names.remote_owner(cluster):
             # All sources are optional: if one is missing, the engine runs, and has no remote tier.
-            name = names.object_name(owner, names.REMOTE)
-            listed = {"configMap": {"name": name, "optional": True}}
             secrets = {
                 "password": names.tier_secret(cluster, owner, names.REMOTE),
                 paths.AUTHORITY_FILE: names.remote_certificate(cluster),
@@ -64,7 +67,9 @@ class RemoteFeature(LowerTierFeature):
                 if secret
             ]
             files = {"projected": {"sources": sources}}
-            yield Volume("remote", paths.REMOTE_DIR, listed)
+            if secrets["password"]:
+                listed = optional_list(owner, names.REMOTE, paths.SHARDS_FILE)
+                yield Volume("remote", paths.REMOTE_DIR, listed)
             yield Volume("remote-auth", paths.REMOTE_AUTH_DIR, files)
         if auth := cluster.spec.tiers.remote_auth:
             source = secret_source(auth.name, password=auth.password_key, username=auth.username_key)
