@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from typing import Any
 
 from lmcache_operator.api.parse import Cluster, Lender
 from lmcache_operator.specs import Images, Object, names
+
+_LENDER = re.compile("[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?/([a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?)?")
+"""Text of a lender in a record: its uid and its certificate, which are parts of names of Secrets."""
 
 
 def recorded(images: Images) -> dict[str, str]:
@@ -20,10 +24,10 @@ def recorded_in(live: Object | None, annotation: str = names.DEFAULT_IMAGES) -> 
 
     Empty if there is no valid record.
     """
-    record: dict[str, Any] = {}
-    with contextlib.suppress(ValueError, TypeError, KeyError):
+    record: dict[Any, Any] = {}
+    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         record = dict(json.loads(names.annotations_of(live)[annotation])) if live else {}
-    return {name: text for name, text in record.items() if isinstance(text, str)}
+    return {name: text for name, text in record.items() if isinstance(name, str) and isinstance(text, str)}
 
 
 def recorded_lenders(cluster: Cluster) -> dict[str, str]:
@@ -33,8 +37,9 @@ def recorded_lenders(cluster: Cluster) -> dict[str, str]:
 
 
 def lenders_in(live: Object | None) -> dict[str, Lender]:
-    """The recorded clusters of an existing object, by name."""
-    return {name: Lender(*text.split("/", 1)) for name, text in recorded_in(live, names.LENDERS).items()}
+    """The recorded clusters of an existing object, by name, without damaged records."""
+    texts = recorded_in(live, names.LENDERS)
+    return {name: Lender(*text.split("/")) for name, text in texts.items() if _LENDER.fullmatch(text)}
 
 
 def default_image(cluster: Cluster, live: Object | None, container: str, present: str) -> str:

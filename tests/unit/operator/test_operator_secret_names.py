@@ -104,12 +104,22 @@ def test_secrets_of_another_cluster_follow_its_uid() -> None:
     assert mounts(bench) == ["kv-remote-second", "kv-remote-tls-second"]
 
 
-@pytest.mark.parametrize("record", ["", "[]", '{"other": "x"}', '{"kv": ["x"]}', '{"kv": 1}', '{"kv": null}'])
+@pytest.mark.parametrize(
+    "record",
+    ["", "[]", '{"other": "x"}', '{"kv": ["x"]}', '{"kv": 1}', '{"kv": null}', '[[1, "x"], ["b", "y/"]]',
+     "[" * 100_000, '{"kv": ""}', '{"kv": "A B/x"}', '{"kv": "x/A B"}', '{"kv": "-/"}',
+     f'{{"kv": "{"x" * 300}/"}}'],
+    ids=lambda record: record[:20],
+)  # fmt: skip
 def test_damaged_record_of_another_cluster_is_ignored(record: str) -> None:
     bench = ReconciledCluster.settled(**REFERRING)
     bench.world.edit(ENGINES, "metadata", "annotations", "lmcache.io/lenders", value=record)
     bench.settle()
     assert mounts(bench) == []
+    assert "InternalError" not in bench.message("Degraded")
+    bench.world.objects[KV] = tier("first")
+    bench.settle()
+    assert mounts(bench) == ["kv-remote-first", "kv-remote-tls-first"]
 
 
 def test_record_has_the_uid_of_each_other_cluster() -> None:

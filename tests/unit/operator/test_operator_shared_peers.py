@@ -28,7 +28,7 @@ REFERRING: dict[str, Any] = {"tiers": {"peers": {"clusterRef": {"name": "other"}
 def another(name: str = "other", *, num_removed: int = 0, **changes: Any) -> dict[str, Any]:
     """Another LMCacheCluster of the namespace, with two pods."""
     resource = cluster(**({"engine": {"replicas": 2}} | changes))
-    resource["metadata"] |= {"name": name, "uid": f"uid of {name}"}
+    resource["metadata"] |= {"name": name, "uid": f"uid-of-{name}"}
     resource["status"] = {"replicas": resource["spec"]["engine"]["replicas"] + num_removed}
     return resource
 
@@ -113,7 +113,7 @@ def test_referring_cluster_uses_the_list_and_password_of_the_other_one() -> None
     assert template["metadata"]["labels"]["lmcache.io/peers"] == "other"
     assert part(template["spec"]["volumes"], "peers")["configMap"]["name"] == "other-peers"
     assert (
-        part(template["spec"]["volumes"], "peers-auth")["secret"]["secretName"] == "other-peers-uid of other"
+        part(template["spec"]["volumes"], "peers-auth")["secret"]["secretName"] == "other-peers-uid-of-other"
     )
     env = env_of(container(template["spec"], "sidecar"))
     assert env["LMCACHE_PEER_NAME"].endswith(".demo-engine.team.svc:9465"), "its entry in the other list"
@@ -174,7 +174,7 @@ def test_cluster_cannot_refer_to_itself() -> None:
 
 
 def key(name: str, namespace: str = "team") -> ClusterKey:
-    return ClusterKey(namespace, name, f"uid of {name}")
+    return ClusterKey(namespace, name, f"uid-of-{name}")
 
 
 def test_change_of_a_cluster_wakes_those_that_refer_to_it_or_that_it_refers_to() -> None:
@@ -207,7 +207,7 @@ def test_reconciliation_of_a_changed_cluster_wakes_the_other_one() -> None:
         asyncio.run(reconciler.reconcile(cluster_key))
         return [each.name for each in woken]
 
-    other = ClusterKey("team", "other", "uid of other")
+    other = ClusterKey("team", "other", "uid-of-other")
     assert (reconcile(other), reconcile(KEY)) == ([], ["other"])
     assert reconcile(KEY) == []
     rig.world.change(engine={"replicas": 5})
