@@ -15,12 +15,12 @@ import yaml
 from lmcache_operator.api import KIND
 from lmcache_operator.api.documents import dump, load
 from lmcache_operator.api.engine_kinds import ANY_ENGINE, ENGINE_KINDS, VLLM
-from lmcache_operator.api.parse import Cluster, parse
 from lmcache_operator.components.injection.workloads import clusters_in, inject_objects
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.contract.base import OTHER_ENGINES, Context
 from lmcache_operator.errors import FileError, InvalidSpecError
 from lmcache_operator.specs import Object
+from lmcache_operator.specs.cluster_refs import with_lenders
 from lmcache_operator.specs.names import (
     ENGINE,
     ROUTER_IMAGE,
@@ -120,29 +120,29 @@ def _print(arguments: argparse.Namespace) -> int:
 
 
 def _render(arguments: argparse.Namespace) -> list[Object]:
-    rendered = []
-    for resource in read_objects(arguments.filename):
-        if isinstance(resource, dict) and resource.get("kind") == KIND:
-            rendered += _rendered(resource, context(arguments))
+    objects = read_objects(arguments.filename)
+    resources = [each for each in objects if isinstance(each, dict) and each.get("kind") == KIND]
+    rendered = [_rendered(each, resources, context(arguments)) for each in resources]
     if not rendered:
         raise ValueError(f"contains no {KIND}")
-    return rendered
+    return [*chain.from_iterable(rendered)]
 
 
-def _rendered(resource: Object, context: Context) -> list[Object]:
-    """The objects of a cluster, and those of the cluster of its prefill pods."""
-    cluster = parse(resource)
+def _rendered(resource: Object, resources: list[Object], context: Context) -> list[Object]:
+    """The objects of a cluster, and those of the cluster of its prefill pods, which refers to it."""
+    cluster = with_lenders(resource, resources)
     children = [child for component in COMPONENTS for child in component.render(cluster, context)]
-    inner = [_rendered(child, context) for child in children if child["kind"] == KIND]
+    inner = [_rendered(child, resources, context) for child in children if child["kind"] == KIND]
     return [*children, *chain.from_iterable(inner)]
 
 
 def _inject(arguments: argparse.Namespace) -> list[Object]:
-    clusters: list[Cluster] = []
+    resources: list[Any] = []
     if arguments.cluster:
         with file_errors(arguments.cluster):
-            clusters = clusters_in(read_objects(arguments.cluster))
+            resources = read_objects(arguments.cluster)
+            clusters_in(resources)  # mistakes name this file
     objects = read_objects(arguments.filename)
-    injected = inject_objects(objects, clusters, arguments.name, context(arguments))
+    injected = inject_objects(objects, resources, arguments.name, context(arguments))
     print(*injected.remarks, sep="\n", file=sys.stderr)
     return injected.objects

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, assume, event, example, given, settings
 
 from lmcache_operator.components.injection.pods import OUTCOME, has_cache
-from lmcache_operator.components.injection.workloads import clusters_in, inject_objects
+from lmcache_operator.components.injection.workloads import inject_objects
 from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
@@ -74,8 +74,9 @@ def home(plane: Cluster, operator_process: Operator) -> Iterator[str]:
 def injected_by_command(manifest: Object) -> Object | str:
     """The pod that the command prints, or the reason of its refusal."""
     try:
-        clusters = clusters_in([profile_only(**CLAIMS)])
-        (injected,) = inject_objects([manifest], clusters, None, Context(STOCK_IMAGES)).objects
+        (injected,) = inject_objects(
+            [manifest], [profile_only(**CLAIMS)], None, Context(STOCK_IMAGES)
+        ).objects
     except InvalidSpecError as error:
         return f"refused: {str(error).removeprefix('Pod llm: ')}"
     return dict(injected)

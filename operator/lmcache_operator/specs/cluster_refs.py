@@ -6,10 +6,11 @@ Both are objects as the API server stores them, and may be invalid.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lmcache_operator.api.keywords import CLUSTER_NAME_PATTERN
-from lmcache_operator.api.parse import Cluster, Lender
+from lmcache_operator.api.parse import Cluster, Lender, parse
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.merge import dig
 
@@ -27,6 +28,23 @@ def with_lender(cluster: Cluster, other: Object | None) -> Cluster:
     secret = dig(other, "spec", "tiers", "remote", "managed", "tls", "secretRef", "name")
     lender = Lender(other["metadata"].get("uid", ""), secret if isinstance(secret, str) else "")
     return replace(cluster, lenders={**cluster.lenders, other["metadata"]["name"]: lender})
+
+
+def with_lenders(resource: Object, resources: Sequence[Object]) -> Cluster:
+    """Parse a cluster of a file, with the ones among ``resources`` whose tiers it uses.
+
+    A missing namespace on either side matches any. An equal one has precedence.
+
+    Raises:
+        InvalidSpecError: the cluster is invalid.
+    """
+    cluster, namespace = parse(resource), dig(resource, "metadata", "namespace")
+    owners = referred(resource, "remote"), referred(resource, "peers")
+    for other in sorted(resources, key=lambda each: dig(each, "metadata", "namespace") == namespace):
+        may_match = namespace is None or dig(other, "metadata", "namespace") in (namespace, None)
+        if may_match and dig(other, "metadata", "name") in owners:
+            cluster = with_lender(cluster, other)
+    return cluster
 
 
 def why_no_peers(name: str, other: Object | None) -> str:

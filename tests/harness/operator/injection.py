@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from lmcache_operator.components.injection.workloads import Injected, clusters_in, inject_objects
+from lmcache_operator.components.injection.workloads import Injected, inject_objects
 from lmcache_operator.contract.base import Context
 from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
 from tests.harness.operator.model import cluster
@@ -195,7 +195,7 @@ def pods(draw: st.DrawFn) -> dict[str, Any]:
 
 def outcome(*objects: Any, name: str | None = None, **changes: Any) -> Injected:
     """The result of injection into these objects with one LMCacheCluster."""
-    return inject_objects(objects, clusters_in([cluster(**changes)]), name, CONTEXT)
+    return inject_objects(objects, [cluster(**changes)], name, CONTEXT)
 
 
 def injected(*objects: Any, name: str | None = None, **changes: Any) -> list[Any]:

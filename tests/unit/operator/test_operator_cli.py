@@ -12,6 +12,7 @@ import yaml
 from lmcache_operator.__main__ import main
 from lmcache_operator.specs.names import PEERS, REMOTE, secret_name
 from lmcache_store.common.logs import formatter
+from tests.harness.operator.model import cluster
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
@@ -72,6 +73,25 @@ def test_render_accepts_the_image_options_of_run(capsys: pytest.CaptureFixture[s
     arguments = ["--engine-image", "e:1", "--sidecar-image", "s:1"]
     assert main(["render", "-f", example, *arguments]) == 0
     assert {"image: e:1", "image: s:1"} <= {*map(str.strip, capsys.readouterr().out.splitlines())}
+
+
+def test_render_prints_the_secrets_of_a_cluster_that_is_referred_to(tmp_path, capsys):
+    reference = {"clusterRef": {"name": "kv"}}
+    referring = cluster(tiers={"peers": reference, "remote": reference})
+    owner = cluster(
+        tiers={"peers": {}, "remote": {"managed": {"memoryPerShard": "1Gi"}}},
+        engine={"prefill": {}},
+        router={},
+    )
+    owner["metadata"] |= {"name": "kv", "uid": "uid-of-kv"}
+    (tmp_path / "both.yaml").write_text(yaml.safe_dump_all([referring, owner]))
+    assert main(["render", "-f", str(tmp_path / "both.yaml")]) == 0
+    rendered = list(yaml.safe_load_all(capsys.readouterr().out))
+    engines = [each for each in rendered if each["metadata"]["name"].endswith("-engine")]
+    templates = {each["metadata"]["name"]: str(each) for each in engines if each["kind"] == "StatefulSet"}
+    assert templates.keys() == {"demo-engine", "kv-engine", "kv-prefill-engine"}
+    for template in templates.values():
+        assert {"kv-peers-uid-of-kv", "kv-remote-uid-of-kv"} <= {*re.findall(r"[-\w]+", template)}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import yaml
 
 from lmcache_operator.__main__ import main
 from lmcache_operator.api.documents import dump, load
-from lmcache_operator.components.injection.workloads import clusters_in, inject_objects
+from lmcache_operator.components.injection.workloads import inject_objects
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import INJECT_LABEL
 from tests.harness.operator.injection import CONTEXT, deployment, injected, outcome, pod
@@ -85,9 +85,9 @@ def test_inject_refuses_a_cluster_of_another_namespace() -> None:
     resource = cluster()
     resource["metadata"]["namespace"] = "here"
     with pytest.raises(InvalidSpecError, match="LMCacheCluster demo is in another namespace, here"):
-        inject_objects([workload], clusters_in([resource]), None, CONTEXT)
+        inject_objects([workload], [resource], None, CONTEXT)
     resource["metadata"]["namespace"] = "elsewhere"
-    assert inject_objects([workload], clusters_in([resource]), None, CONTEXT).objects != [workload]
+    assert inject_objects([workload], [resource], None, CONTEXT).objects != [workload]
 
 
 TOKEN = {"sidecar": {"httpAuthentication": "Token"}}
@@ -101,12 +101,38 @@ def test_inject_needs_the_uids_that_are_in_the_names_of_secrets(changes: dict[st
     stored, other = cluster(**changes), cluster(**MANAGED)
     other["metadata"] |= {"name": "kv", "uid": "uid-of-kv"}
     uid = {"demo": UID, "kv": "uid-of-kv"}[owner]
-    objects = inject_objects([deployment()], clusters_in([other, stored]), None, CONTEXT).objects
+    objects = inject_objects([deployment()], [other, stored], None, CONTEXT).objects
     assert f"{owner}-{'pages' if changes == TOKEN else 'remote'}-{uid}" in str(objects)
     del (stored if owner == "demo" else other)["metadata"]["uid"]
     for files in ([other, stored], [stored]):
         with pytest.raises(InvalidSpecError, match=f"{owner}: is missing, .*kubectl get lmcluster {owner}"):
-            inject_objects([deployment()], clusters_in(files), None, CONTEXT)
+            inject_objects([deployment()], files, None, CONTEXT)
+
+
+def test_cluster_may_refer_to_one_of_another_file() -> None:
+    stored, other = cluster(**REFERENCE), cluster(**MANAGED)
+    other["metadata"] |= {"name": "kv", "uid": "uid-of-kv"}
+    for first, second in (stored, other), (other, stored):
+        objects = inject_objects([deployment(), first], [second], None, CONTEXT).objects
+        assert "kv-remote-uid-of-kv" in str(objects)
+
+
+def test_missing_namespace_matches_the_cluster_that_is_referred_to_in_any() -> None:
+    stored, other, former = cluster(**REFERENCE), cluster(**MANAGED), cluster(**MANAGED)
+    del stored["metadata"]["namespace"]
+    other["metadata"] |= {"name": "kv", "uid": "uid-of-kv"}
+    former["metadata"] |= {"name": "kv", "uid": "former", "namespace": "elsewhere"}
+    assert "kv-remote-uid-of-kv" in str(inject_objects([deployment()], [other, stored], None, CONTEXT))
+    stored["metadata"]["namespace"] = other["metadata"]["namespace"]
+    assert "kv-remote-uid-of-kv" in str(
+        inject_objects([deployment()], [other, former, stored], None, CONTEXT)
+    )
+    with pytest.raises(InvalidSpecError, match="kv: is missing"):
+        inject_objects([deployment()], [former, stored], None, CONTEXT)
+    del former["metadata"]["namespace"]
+    assert "kv-remote-uid-of-kv" in str(
+        inject_objects([deployment()], [other, former, stored], None, CONTEXT)
+    )
 
 
 def test_inject_command_reads_files_and_prints_objects(tmp_path, capsys):
@@ -148,9 +174,9 @@ def test_pod_gets_the_cache_of_its_own_namespace() -> None:
     assert arenas == ["1024Mi", "2048Mi"]
 
 
-def test_clusters_in_reads_a_list_of_kubectl() -> None:
+def test_inject_reads_a_list_of_kubectl() -> None:
     listed = {"kind": "List", "items": [cluster()]}
-    assert inject_objects([deployment()], clusters_in([listed]), None, CONTEXT) == outcome(deployment())
+    assert inject_objects([deployment()], [listed], None, CONTEXT) == outcome(deployment())
 
 
 ENGINE_IMAGES = (

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from lmcache_operator.api import KIND
 from lmcache_operator.api.engine_kinds import ANY_ENGINE
-from lmcache_operator.api.parse import TYPE_NAMES, Cluster, parse
+from lmcache_operator.api.parse import TYPE_NAMES, Cluster
 from lmcache_operator.api.types import TOKEN
 from lmcache_operator.components.injection.pods import has_cache, has_engine, inject
 from lmcache_operator.components.injection.profile import profile
 from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object
-from lmcache_operator.specs.cluster_refs import with_lender
+from lmcache_operator.specs.cluster_refs import with_lenders
 from lmcache_operator.specs.merge import dig
 from lmcache_operator.specs.names import INJECT_LABEL, remote_owner
 
@@ -55,29 +55,27 @@ class Injected(NamedTuple):
 
 
 def clusters_in(objects: Sequence[Any]) -> list[Cluster]:
-    """Parse the LMCacheClusters among objects and in lists of objects.
+    """Parse the LMCacheClusters among objects and in lists of objects. They may refer to each other.
 
     Raises:
         InvalidSpecError: an LMCacheCluster is invalid.
     """
     items = [item for each in objects for item in _items(each) if _kind(item) == KIND]
-    clusters = [parse(item) for item in items]
-    by_key = {(each.namespace, each.name): item for each, item in zip(clusters, items, strict=True)}
-    return [with_lender(each, by_key.get((each.namespace, remote_owner(each) or ""))) for each in clusters]
+    return [with_lenders(item, items) for item in items]
 
 
 def inject_objects(
-    objects: Sequence[Any], clusters: Sequence[Cluster], cluster_name: str | None, context: Context
+    objects: Sequence[Any], resources: Sequence[Any], cluster_name: str | None, context: Context
 ) -> Injected:
     """Inject the caches that pods ask for by their label.
 
-    LMCacheClusters may also be among the objects. ``cluster_name``: the cache for pods without a label that
-    certainly run an engine. Objects that have a cache already or create no pods stay unchanged.
+    LMCacheClusters are among the objects and the ``resources``. ``cluster_name``: the cache for pods without
+    a label that certainly run an engine. Objects that have a cache already or create no pods stay unchanged.
 
     Raises:
         InvalidSpecError: the cache can't be injected into a pod, or no pod asks for one.
     """
-    known = {(cluster.name, cluster.namespace): cluster for cluster in (*clusters_in(objects), *clusters)}
+    known = {(cluster.name, cluster.namespace): cluster for cluster in clusters_in([*objects, *resources])}
     injected = Injected([], [])
     has_request = False
     for item in (nested for each in objects for nested in _items(each)):
