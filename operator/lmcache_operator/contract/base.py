@@ -170,8 +170,8 @@ class Plan:
     """Terminating pods on lost nodes, to delete by force."""
     problems: tuple[Problem, ...] = ()
     taken: tuple[Ref, ...] = ()
-    """Wanted objects that belong to other owners, and that pods of the component would use. The plan has no
-    steps until their names are free."""
+    """Wanted objects that belong to other owners, and that pods of the component would use. Until their names
+    are free, the plan at most deletes all of a component that the spec no longer asks for."""
     due_seconds: float = math.inf
     """Time until the next step is due, even if nothing changes."""
     num_outdated: int = 0

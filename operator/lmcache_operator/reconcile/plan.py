@@ -11,6 +11,7 @@ from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.pods.differences import halted, unchanged
 from lmcache_operator.specs import Object
+from lmcache_operator.specs.kinds import Ref
 
 
 def plan(
@@ -21,7 +22,7 @@ def plan(
     If the spec is invalid, all components stay unchanged. If a component fails with an internal error, only
     this component stays unchanged. In both cases, terminating pods on lost nodes are deleted, because they
     block their replacements. The same happens to a component if an object that its pods use belongs to
-    another owner.
+    another owner, but a component that the spec no longer asks for is deleted.
     """
     plans: dict[str, Plan] = {}
     fault: Exception | None = None
@@ -43,8 +44,15 @@ def plan(
     conflicts = {name: each.taken for name, each in plans.items()}
     for each in components:
         if taken := [ref for name in (each.name, *each.used) for ref in conflicts.get(name, ())]:
-            plans[each.name] = replace(halted(plans[each.name]), taken=tuple(taken))
+            delete = _removed(plans[each.name], observed[each.name])
+            plans[each.name] = replace(halted(plans[each.name]), taken=tuple(taken), delete=delete)
     return plans, fault
+
+
+def _removed(plan: Plan, observed: Observed) -> tuple[Ref, ...]:
+    """All objects of a component that the spec no longer asks for; empty if it asks for some of them."""
+    wants_none = not (plan.apply or plan.taken)
+    return plan.delete if wants_none and {*plan.delete} == observed.children.keys() else ()
 
 
 def internal_error(error: Exception) -> Problem:

@@ -109,3 +109,13 @@ def test_name_that_the_spec_does_not_need_may_be_taken() -> None:
             bench.world.objects[ref] = foreign(ref)
     bench.settle()
     assert bench.ready()[0] == "True"
+
+
+def test_component_without_a_part_in_the_spec_is_deleted_although_a_name_is_taken() -> None:
+    """Prefill pods that the user no longer wants would otherwise hold their GPUs."""
+    bench = ReconciledCluster.settled(**FULL)
+    ref = Ref("ConfigMap", "demo-remote")
+    bench.world.objects[ref] = foreign(ref)
+    bench.change(engine={"prefill": None, "gpu": None})
+    assert Ref("LMCacheCluster", "demo-prefill") not in bench.world.objects
+    assert Ref("ResourceClaimTemplate", "demo-engine") in bench.world.objects, "the engines stay unchanged"
