@@ -33,6 +33,7 @@ from lmcache_operator.reconcile.references import References
 from lmcache_operator.reconcile.status import changed_conditions, derive_status, events, is_settled
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import CLUSTER, ClusterKey
+from lmcache_operator.specs.merge import dig
 from lmcache_store.common.backoff import Backoff
 
 logger = logging.getLogger(__name__)
@@ -143,7 +144,11 @@ class Reconciler:
     def _wake_affected(self, key: ClusterKey, resource: Object | None) -> None:
         """Wake the clusters that a change of this one affects. ``resource``: None if it was deleted."""
         referred = {each.referred(resource) for each in self._components} if resource else set[str]()
-        version = resource["metadata"].get("generation", 0) if resource else None
+        version = None
+        if resource:
+            # Lists of peers have the pods of another cluster once it has some.
+            has_pods = bool(dig(resource, "status", "replicas"))
+            version = resource["metadata"].get("generation", 0), has_pods
         for other in self._references.note(key, referred, version):
             self._wake(other)
 

@@ -83,6 +83,25 @@ def test_list_has_the_pods_of_all_clusters_that_refer_to_it() -> None:
     assert rig.settle() == []
 
 
+def test_list_has_no_pods_of_a_cluster_that_has_none_yet() -> None:
+    """The name of its Service may belong to another owner, who would get the password of the peers."""
+    joined = {"tiers": {"peers": {"clusterRef": {"name": "demo"}}}}
+    for status in ({}, {"replicas": 0}):
+        rig = Rig.settled(another(**joined) | {"status": status}, engine={"replicas": 3}, tiers={"peers": {}})
+        assert rig.num_listed() == {"demo-engine": 3}
+        rig.other = another(**joined)
+        rig.settle()
+        assert rig.num_listed() == {"demo-engine": 3, "other-engine": 2}
+
+
+def test_cluster_whose_service_has_another_owner_reports_no_pods() -> None:
+    rig = Rig(None, engine={"replicas": 3}, tiers={"peers": {}})
+    service = Ref("Service", "demo-engine")
+    rig.world.objects[service] = {"metadata": {"name": service.name, "uid": "1"}}
+    rig.settle()
+    assert rig.world.resource["status"]["replicas"] == 0
+
+
 def test_invalid_clusters_of_other_users_do_not_break_the_list() -> None:
     odd = another(tiers={"peers": {"clusterRef": {"name": "demo"}}}, engine={"replicas": 10**9})
     rig = Rig.settled(odd, engine={"replicas": 1}, tiers={"peers": {}})
@@ -212,5 +231,7 @@ def test_reconciliation_of_a_changed_cluster_wakes_the_other_one() -> None:
     assert reconcile(KEY) == []
     rig.world.change(engine={"replicas": 5})
     assert reconcile(KEY) == ["other"]
+    rig.world.run_stateful_sets()
+    assert [reconcile(KEY) for _ in range(3)] == [[], ["other"], []], "its status has pods now"
     rig.other = None
     assert reconcile(other) == ["demo"], "the other one was deleted"

@@ -69,7 +69,9 @@ class Peers(Component):
         The operator cannot read Secrets. A pod is Ready without the password, so the password may be missing
         until all pods have been Ready with the present list.
         """
-        pods = [_pods(each) for each in (observed.resource, *observed.users)]
+        # Before a user has pods, the Service of its pods may belong to another owner.
+        users = [each for each in observed.users if _count(each, "replicas")]
+        pods = [_pods(each) for each in (observed.resource, *users)]
         due = differences(_objects(cluster, pods), observed)
         peers = cluster.spec.tiers.peers
         if peers is None or peers.cluster_ref is not None:
