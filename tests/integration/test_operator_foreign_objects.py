@@ -105,6 +105,33 @@ def test_secrets_of_others_are_neither_mounted_nor_overwritten(plane, operator, 
         assert plane.api.get("v1/secrets", name, namespace)["data"].keys() == {"password", "tls.key"}
 
 
+def test_reference_mounts_at_most_the_list_of_another_owner(plane, operator, namespace, author):
+    """``clusterRef`` names any LMCacheCluster, and so the ConfigMaps with its lists."""
+    lists = {"theirs-peers": ["peers.yaml"], "theirs-remote": ["shards.yaml"]}
+    for name in lists:
+        theirs = {"metadata": {"name": name}, "data": {"settings": "theirs"}}
+        plane.api.create("v1/configmaps", theirs, namespace)
+    reference = {"clusterRef": {"name": "theirs"}}
+    tiers = {"memory": {"size": "64Mi"}, "peers": reference, "remote": reference}
+    create(author, namespace, "reader", {"model": {"name": "m"}, "engine": {}, "tiers": tiers})
+    plane.wait(lambda: plane.api.find("v1/pods", "reader-engine-0", namespace))
+
+    def mounted() -> dict[str, list[str]]:
+        """Keys of the foreign ConfigMaps that the pods mount."""
+        engines = plane.api.get("apps/v1/statefulsets", "reader-engine", namespace)
+        volumes = engines["spec"]["template"]["spec"]["volumes"]
+        sources = [each["configMap"] for each in volumes if "configMap" in each]
+        return {
+            each["name"]: [item["key"] for item in each.get("items", ())]
+            for each in sources
+            if each["name"] in lists
+        }
+
+    assert mounted() == {}, "there is no such LMCacheCluster"
+    create(author, namespace, "theirs", SMALL)
+    plane.wait(lambda: mounted() == lists)
+
+
 def test_pods_use_no_object_of_another_owner(plane, operator, namespace, author):
     """Each LMCacheCluster meets one foreign object. A name that its pods do not use stops nothing."""
     objects = [
