@@ -230,4 +230,5 @@ def test_author_cannot_slip_in_the_cluster_of_prefill_pods(plane, operator, name
 
     plane.api.patch(CLUSTERS, "chat", {"spec": {"engine": {"prefill": {}}}}, namespace)
     plane.wait(lambda: "LMCacheCluster chat-prefill exists" in degraded(plane, namespace, "chat"))
-    assert "theirs" not in str(plane.api.get("apps/v1/statefulsets", "chat-prefill-engine", namespace))
+    engines = plane.wait(lambda: plane.api.find("apps/v1/statefulsets", "chat-prefill-engine", namespace))
+    assert "theirs" not in str(engines)
