@@ -99,6 +99,14 @@ def create_account(plane: Cluster, namespace: str, name: str, rules: Sequence[Ob
     plane.api.create("v1/serviceaccounts", metadata, namespace)
     plane.api.create(f"{rbac}/v1/roles", metadata | {"rules": rules}, namespace)
     plane.api.create(f"{rbac}/v1/rolebindings", metadata | binding, namespace)
+    user = f"system:serviceaccount:{namespace}:{name}"
+    for rule in rules[:1]:  # the API server learns of rights from a watch, a moment later
+        resource, _, subresource = rule["resources"][0].partition("/")
+        right = {"resource": resource, "subresource": subresource, "namespace": namespace}
+        right |= {"group": rule["apiGroups"][0], "verb": rule["verbs"][0]}
+        review = {"spec": {"user": user, "resourceAttributes": right}}
+        reviews = "authorization.k8s.io/v1/subjectaccessreviews"
+        plane.wait(lambda: plane.api.create(reviews, review)["status"]["allowed"])  # noqa: B023
 
 
 def example(**spec: object) -> Object:
