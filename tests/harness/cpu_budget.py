@@ -17,6 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Generator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -143,19 +144,33 @@ class Report:
             self.seconds.update(meter.seconds)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(dict(self.seconds.most_common()), indent=1))
-        is_over = sum(self.seconds.values()) > 1.25 * self._budget["sum"]
-        if self._is_enforced and (is_over or any(map(self._is_far_over, self.seconds))):
+        if self._faults():
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print the sum, and the files beyond their budget."""
+        """Print the sum, and the files beyond their budget. Each reason to fail the run is an error."""
         terminalreporter.section("processor time")
         terminalreporter.line(f"{sum(self.seconds.values()):7.1f} CPU-s in all, budget {self._budget['sum']}")
         for file, seconds in self.seconds.most_common():
             if seconds > self._limit(file) and file != OUTSIDE:
-                is_far = self._is_far_over(file)
-                remedy = "; make it lighter, or give it a line in tests/budget.toml" if is_far else ""
-                terminalreporter.line(f"{seconds:7.1f} CPU-s {file}, budget {self._limit(file)}{remedy}")
+                terminalreporter.line(f"{seconds:7.1f} CPU-s {file}, budget {self._limit(file)}")
+        for place, message in self._faults().items():
+            error = SimpleNamespace(reprcrash=SimpleNamespace(message=message))
+            report = pytest.CollectReport(place, "failed", error, None)
+            terminalreporter.stats.setdefault("error", []).append(report)
+
+    def _faults(self) -> dict[str, str]:
+        """The reasons to fail the run, by file."""
+        if not self._is_enforced:
+            return {}
+        faults = {
+            file: f"{seconds:.1f} CPU-s, budget {self._limit(file)}: make it lighter, or raise its budget"
+            for file, seconds in self.seconds.most_common()
+            if self._is_far_over(file)
+        }
+        if (total := sum(self.seconds.values())) > 1.25 * self._budget["sum"]:
+            faults["tests/budget.toml"] = f"{total:.1f} CPU-s in all, budget {self._budget['sum']}"
+        return faults
 
     def _limit(self, file: str) -> float:
         return float(self._budget["files"].get(file, self._budget["default"])["seconds"])

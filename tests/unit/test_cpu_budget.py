@@ -1,12 +1,14 @@
 """Processor time of test files: what is counted, and when a run fails."""
 
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+from testing.child_process import REPOSITORY
 from tests.harness.cpu_budget import OUTSIDE, Report
 
 COUNT = """
@@ -49,3 +51,22 @@ def test_a_file_or_a_run_far_over_its_budget_fails_in_ci(tmp_path, seconds, is_e
     report.pytest_sessionfinish(session)
     assert session.exitstatus == status
     assert json.loads((tmp_path / "cpu.json").read_text()) == seconds
+
+
+def test_summary_of_pytest_names_the_file_that_fails_the_run(tmp_path):
+    """``.ci/run`` and logs show the last lines only."""
+    (tmp_path / "test_small.py").write_text("def test(): pass")
+    (tmp_path / "conftest.py").write_text(
+        "from tests.harness.cpu_budget import Report\n"
+        "def pytest_configure(config):\n"
+        f"    report = Report(config.rootpath / 'cpu.json', {BUDGET}, True)\n"
+        "    report.seconds['test_small.py'] = 36.0\n"
+        "    config.pluginmanager.register(report)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "CI": "true"}
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    *_, error, end = done.stdout.splitlines()
+    assert error.startswith("ERROR test_small.py - 36.0 CPU-s, budget 10.0: make it lighter")
+    assert end.startswith("1 passed, 1 error in ")
