@@ -19,6 +19,11 @@ def pod_security(uid: int, **fields: object) -> Object:
     return fields | {"runAsGroup": uid, "runAsNonRoot": True, "runAsUser": uid, "seccompProfile": profile}
 
 
+def items(*keys: str) -> list[Object]:
+    """Select these keys of a Secret or ConfigMap, as files with the same names."""
+    return [{"key": key, "path": key} for key in keys]
+
+
 def stateful_set(cluster: Cluster, component: str, replicas: int, template: Object) -> Object:
     """Pods that start in parallel. The operator replaces outdated pods itself, one at a time."""
     return {

@@ -131,7 +131,7 @@ def pod_template(cluster: Cluster, managed: ManagedRemote, image: str, spec_hash
     }
     if managed.tls:
         certificate = names.remote_certificate(cluster)
-        files = [{"key": file, "path": file} for file in ("tls.crt", "tls.key", "ca.crt")]
+        files = stateful.items("tls.crt", "tls.key", "ca.crt")
         spec["volumes"].append({"name": _TLS_VOLUME, "secret": {"items": files, "secretName": certificate}})
         mount = {"mountPath": paths.REMOTE_TLS_DIR, "name": _TLS_VOLUME, "readOnly": True}
         spec["containers"][0]["volumeMounts"].append(mount)
@@ -148,8 +148,8 @@ def _passwords(cluster: Cluster) -> list[Object]:
     """The sources of the files with passwords. Only a rotation needs the second one."""
     secret = names.created_secret(cluster, names.REMOTE)
     return [
-        {"secret": {"items": [{"key": "password", "path": "password"}], "name": secret}},
-        {"secret": {"items": [{"key": "other", "path": "other"}], "name": secret, "optional": True}},
+        {"secret": {"items": stateful.items("password"), "name": secret}},
+        {"secret": {"items": stateful.items("other"), "name": secret, "optional": True}},
     ]
 
 

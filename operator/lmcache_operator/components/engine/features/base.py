@@ -15,7 +15,7 @@ from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.types import Spec
 from lmcache_operator.contract.base import Observed, Plan, SidecarState
 from lmcache_operator.contract.conditions import Condition, former_conditions
-from lmcache_operator.specs import Object, names
+from lmcache_operator.specs import Object, names, stateful
 from lmcache_store.common.text import plain
 
 POD_NAME = "KUBERNETES_POD_NAME"
@@ -229,11 +229,10 @@ def secret_source(name: str, **keys: str | None) -> Object:
 
 def optional_files(name: str, *keys: str) -> Object:
     """A Secret volume with only these keys, which may be missing."""
-    items = [{"key": key, "path": key} for key in keys]
-    return {"secret": {"items": items, "optional": True, "secretName": name}}
+    return {"secret": {"items": stateful.items(*keys), "optional": True, "secretName": name}}
 
 
 def optional_list(owner: str, tier: str, key: str) -> Object:
     """A volume with only this key of the ConfigMap of a tier, which may be missing."""
-    items = [{"key": key, "path": key}]
-    return {"configMap": {"items": items, "name": names.object_name(owner, tier), "optional": True}}
+    name = names.object_name(owner, tier)
+    return {"configMap": {"items": stateful.items(key), "name": name, "optional": True}}

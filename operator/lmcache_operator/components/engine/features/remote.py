@@ -13,7 +13,7 @@ from lmcache_operator.components.engine.features.base import (
 )
 from lmcache_operator.contract.base import Observed, SidecarState
 from lmcache_operator.contract.conditions import Condition, failure_of
-from lmcache_operator.specs import Object, names, paths
+from lmcache_operator.specs import Object, names, paths, stateful
 
 
 class RemoteFeature(LowerTierFeature):
@@ -62,7 +62,7 @@ class RemoteFeature(LowerTierFeature):
                 paths.AUTHORITY_FILE: names.remote_certificate(cluster),
             }
             sources = [
-                {"secret": {"items": [{"key": key, "path": key}], "name": secret, "optional": True}}
+                {"secret": {"items": stateful.items(key), "name": secret, "optional": True}}
                 for key, secret in secrets.items()
                 if secret
             ]
