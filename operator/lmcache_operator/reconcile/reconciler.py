@@ -144,11 +144,9 @@ class Reconciler:
     def _wake_affected(self, key: ClusterKey, resource: Object | None) -> None:
         """Wake the clusters that a change of this one affects. ``resource``: None if it was deleted."""
         referred = {each.referred(resource) for each in self._components} if resource else set[str]()
-        version = None
-        if resource:
-            # Lists of peers have the pods of another cluster once it has some.
-            has_pods = bool(dig(resource, "status", "replicas"))
-            version = resource["metadata"].get("generation", 0), has_pods
+        # Lists of peers have the pods of another cluster once it has some.
+        has_pods = bool(dig(resource, "status", "replicas"))
+        version = (resource["metadata"].get("generation", 0), has_pods) if resource else None
         for other in self._references.note(key, referred, version):
             self._wake(other)
 
