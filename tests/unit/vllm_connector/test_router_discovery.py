@@ -11,6 +11,7 @@ from vllm.entrypoints.scale_out.render.api_router import router as render_router
 from vllm.entrypoints.scale_out.token_in_token_out.api_router import router as token_router
 
 from lmcache_client.vllm.router_discovery import RouterDiscovery
+from tests.harness.client.asgi import receiving
 
 CONFIG = SimpleNamespace(
     enable_kv_cache_events=True,
@@ -79,13 +80,6 @@ def test_other_requests_reach_the_server() -> None:
 def tokenized(*parts: bytes, path: str = "/v1/completions/render", root_path: str = "") -> tuple[Any, Any]:
     """Return the body that the server gets, and the answer of the middleware."""
     bodies, sent = list[bytes](), list[Any]()
-    messages = [
-        {"type": "http.request", "body": part, "more_body": number < len(parts) - 1}
-        for number, part in enumerate(parts)
-    ]
-
-    async def receive() -> Any:
-        return messages.pop(0) if messages else {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -96,7 +90,7 @@ def tokenized(*parts: bytes, path: str = "/v1/completions/render", root_path: st
 
     headers = [(b"a", b"b"), (b"Content-Length", b"1")]
     scope = {"type": "http", "method": "POST", "path": path, "root_path": root_path, "headers": headers}
-    asyncio.run(RouterDiscovery(server)(scope, receive, send))
+    asyncio.run(RouterDiscovery(server)(scope, receiving(*parts), send))
     return (json.loads(bodies[0]) if bodies else None), sent
 
 

@@ -13,6 +13,7 @@ from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from lmcache_client.vllm import asgi, tenant_header
 from lmcache_client.vllm.tenant_header import RoutedTenantHeader, TenantHeader
+from tests.harness.client.asgi import receiving
 
 JSON = (b"Content-Type", b"application/json; charset=utf-8")
 TENANT = (b"X-LMCache-Tenant", b"s3cret")
@@ -44,13 +45,6 @@ def request(
 ) -> Result:
     """Send a body in these parts through the middleware."""
     bodies, got, sent = list[bytes](), dict[bytes, bytes](), list[Any]()
-    messages = [
-        {"type": "http.request", "body": part, "more_body": number < len(parts) - 1}
-        for number, part in enumerate(parts)
-    ]
-
-    async def receive() -> Any:
-        return messages.pop(0) if messages else {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -63,7 +57,7 @@ def request(
         bodies.append(body)
 
     whole = {"type": "http", "method": "POST", "path": path, "headers": list(headers), **scope}
-    asyncio.run(middleware(server)(whole, receive, send))
+    asyncio.run(middleware(server)(whole, receiving(*parts), send))
     return Result(bodies[0] if bodies else None, got, sent)
 
 
