@@ -164,7 +164,8 @@ class Report:
         if not self._is_enforced:
             return {}
         faults = {
-            file: f"{seconds:.1f} CPU-s, budget {self._limit(file)}: make it lighter, or raise its budget"
+            file: f"{seconds:.1f} CPU-s, budget {self._limit(file)}:"
+            " make it lighter, or give it a line in tests/budget.toml"
             for file, seconds in self.seconds.most_common()
             if self._is_far_over(file)
         }

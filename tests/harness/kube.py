@@ -99,14 +99,13 @@ def create_account(plane: Cluster, namespace: str, name: str, rules: Sequence[Ob
     plane.api.create("v1/serviceaccounts", metadata, namespace)
     plane.api.create(f"{rbac}/v1/roles", metadata | {"rules": rules}, namespace)
     plane.api.create(f"{rbac}/v1/rolebindings", metadata | binding, namespace)
-    user = f"system:serviceaccount:{namespace}:{name}"
-    for rule in rules[:1]:  # the API server learns of rights from a watch, a moment later
-        resource, _, subresource = rule["resources"][0].partition("/")
+    if rules:  # the API server learns of them from a watch, a moment later, and of all at once
+        resource, _, subresource = rules[0]["resources"][0].partition("/")
         right = {"resource": resource, "subresource": subresource, "namespace": namespace}
-        right |= {"group": rule["apiGroups"][0], "verb": rule["verbs"][0]}
-        review = {"spec": {"user": user, "resourceAttributes": right}}
+        right |= {"group": rules[0]["apiGroups"][0], "verb": rules[0]["verbs"][0]}
+        review = {"spec": {"user": f"system:serviceaccount:{namespace}:{name}", "resourceAttributes": right}}
         reviews = "authorization.k8s.io/v1/subjectaccessreviews"
-        plane.wait(lambda: plane.api.create(reviews, review)["status"]["allowed"])  # noqa: B023
+        plane.wait(lambda: plane.api.create(reviews, review)["status"]["allowed"])
 
 
 def example(**spec: object) -> Object:
