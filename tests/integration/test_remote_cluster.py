@@ -12,8 +12,9 @@ from lmcache_store.tiers.header import PART_BYTES
 from lmcache_store.tiers.probing import num_leading
 from lmcache_store.tiers.remote.objects import hash_tag
 from lmcache_store.tiers.remote.tier import RemoteTier
+from testing.certificates import make_certificates
 from testing.child_process import free_port, wait_until
-from testing.processes import RedisProcess
+from testing.processes import BINARY, RedisProcess
 from tests.harness.tiers.redis_topologies import Cluster, cluster
 from tests.harness.tiers.remote_objects import load, pattern, row_name, tier_of
 
@@ -61,12 +62,72 @@ def test_objects_are_spread_over_all_masters_and_found(remote, servers):
         assert "errorstat_MOVED" not in node.client.info("errorstats")
 
 
-def test_servers_may_announce_host_names(remote, servers):
+def prefer(servers: Cluster, endpoint_type: str) -> None:
     for node in servers.nodes:
-        node.client.config_set("cluster-announce-hostname", "node.example")
-    wait_until(lambda: "node.example" in str(servers.nodes[1].client.execute_command("CLUSTER NODES")))
+        node.client.config_set("cluster-preferred-endpoint-type", endpoint_type)
+
+
+def announce(servers: Cluster, index: int, name: str) -> None:
+    """Let a server announce a host name, until all others know it."""
+    port = servers.nodes[index].port
+    servers.nodes[index].client.config_set("cluster-announce-hostname", name)
+
+    def is_known(node: RedisProcess) -> bool:
+        view = node.client.execute_command("CLUSTER NODES")
+        return view[f"127.0.0.1:{port}"]["hostname"] == name
+
+    wait_until(lambda: all(is_known(node) for node in servers.nodes))
+
+
+def names(remote: RemoteTier) -> set[str]:
+    """Names of all owners in the present map."""
+    remote.check()
+    return {server["name"] for server in remote.servers()}
+
+
+def test_servers_may_announce_host_names(remote, servers, caplog):
+    addresses = [f"127.0.0.1:{node.port}" for node in servers.nodes[:3]]
+    announce(servers, 0, "node.example")
     fill(remote)
+    assert names(remote) == {*addresses}, "the cluster prefers addresses"
+
+    announce(servers, 0, "")
+    prefer(servers, "hostname")  # no server has a name
+    fill(remote)
+    wait_until(lambda: names(remote) == {*addresses} and "announce none" in caplog.text)
     assert num_leading(remote, KEYS, 2) == len(KEYS)
+
+    announce(servers, 0, "localhost")
+    mixed = {f"localhost:{servers.nodes[0].port}", *addresses[1:]}
+    wait_until(lambda: names(remote) == mixed)
+    for node in servers.nodes:  # back to addresses, one server after the other
+        node.client.config_set("cluster-preferred-endpoint-type", "ip")
+        assert num_leading(remote, KEYS, 2) == len(KEYS)
+        assert all(load(remote, key=key) for key in KEYS)
+    wait_until(lambda: names(remote) == {*addresses})
+    assert not remote.health.is_open
+    assert remote.stats.invalid == {}
+    assert caplog.text.count("announce none") == 1
+
+
+@pytest.mark.skipif("valkey" in BINARY, reason="this valkey-server may be built without TLS")
+def test_addresses_in_the_map_need_certificates_with_addresses(tmp_path):
+    certificates = make_certificates(tmp_path, "DNS:localhost")
+    store = partial(RemoteTier.store, object_id=ObjectId(KEY, 0), payload=memoryview(b"x"))
+    with cluster(certificates) as servers:
+        url = f"{servers.url.replace('127.0.0.1', 'localhost')}?ca={certificates.ca}"
+        with contextlib.closing(tier_of(f"{url}&verify=ca")) as remote:
+            assert store(remote)
+        for endpoint_type in ("ip", "hostname"):  # no server has a name
+            prefer(servers, endpoint_type)
+            with contextlib.closing(tier_of(url)) as remote:
+                assert not store(remote)
+                problems = [server["problem"] for server in remote.servers()]
+                assert "IP address mismatch, certificate is not valid for '127.0.0.1'" in "".join(problems)
+        for index in range(4):
+            announce(servers, index, "localhost")
+        with contextlib.closing(tier_of(url)) as remote:
+            assert store(remote)
 
 
 def test_seed_without_cluster_is_skipped(servers):
@@ -86,7 +147,11 @@ def test_seed_without_cluster_is_skipped(servers):
     ],
     ids=["load", "store", "find_each"],
 )
-def test_operations_follow_a_slot_during_its_move_and_learn_it(remote, servers, operation, arguments):
+@pytest.mark.parametrize("endpoint_type", ["ip", "hostname"])
+def test_operations_follow_a_slot_during_its_move_and_learn_it(
+    remote, servers, endpoint_type, operation, arguments
+):
+    prefer(servers, endpoint_type)
     fill(remote)
     payload = pattern(PART_BYTES + 5)
     source = servers.owner_of(SLOT)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import redis
 
+from testing.certificates import Certificates
 from testing.child_process import free_port, wait_until
 from testing.processes import BINARY, RedisProcess
 
@@ -76,7 +77,8 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        return f"redis-cluster://127.0.0.1:{self.nodes[1].port},127.0.0.1:{self.nodes[0].port}"
+        scheme = "rediss-cluster" if self.nodes[0].tls else "redis-cluster"
+        return f"{scheme}://127.0.0.1:{self.nodes[1].port},127.0.0.1:{self.nodes[0].port}"
 
     def id_of(self, index: int) -> str:
         return str(self.nodes[index].client.execute_command("CLUSTER", "MYID").decode())
@@ -98,8 +100,10 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[Cluster]:
+def cluster(tls: Certificates | None = None) -> Iterator[Cluster]:
     with contextlib.ExitStack() as stack:
         options = {"cluster_enabled": "yes", "cluster_node_timeout": 500, "repl_diskless_sync_delay": 0}
-        nodes = [RedisProcess(cluster_port=free_port(), **options) for _ in range(4)]
+        if tls:
+            options |= {"tls_cluster": "yes", "tls_replication": "yes"}
+        nodes = [RedisProcess(tls=tls, cluster_port=free_port(), **options) for _ in range(4)]
         yield Cluster([stack.enter_context(node) for node in nodes])

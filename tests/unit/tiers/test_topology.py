@@ -16,7 +16,7 @@ from lmcache_store.tiers.errors import ServerError, TierUnavailableError
 from lmcache_store.tiers.probing import num_leading
 from lmcache_store.tiers.remote import stream
 from lmcache_store.tiers.remote.address import Address, Endpoint
-from lmcache_store.tiers.remote.cluster import RedisCluster
+from lmcache_store.tiers.remote.cluster import RedisCluster, _slot_map, _target
 from lmcache_store.tiers.remote.objects import hash_tag, redis_name
 from lmcache_store.tiers.remote.server import RedisServer
 from lmcache_store.tiers.remote.tier import RemoteTier
@@ -132,18 +132,67 @@ class TestCluster:
     def test_moved_reply_changes_the_owner(self):
         with self.cluster() as cluster:
             slot = binascii.crc_hqx(hash_tag(KEYS[0]).encode(), 0) % 16384
-            assert cluster.learn(ServerError(f"MOVED {slot} 10.0.0.7:7001"))
-            assert [server.name for server in cluster.owners(ObjectId(KEYS[0], 3))] == ["10.0.0.7:7001"]
-            assert not cluster.learn(ServerError("OOM command not allowed"))
+            seed = cluster.servers()[0]
+            for host in ("10.0.0.7:7001", "10.0.0.9:7001"):  # the seed is the owner only before the first
+                assert cluster.learn(ServerError(f"MOVED {slot} {host}"), seed)
+                (owner,) = cluster.owners(ObjectId(KEYS[0], 3))
+                assert owner.name == "10.0.0.7:7001"
+            assert cluster.learn(ServerError(f"MOVED {slot} ?:7003"), owner)
+            assert [server.name for server in cluster.owners(ObjectId(KEYS[0], 3))] == ["10.0.0.7:7003"]
+            assert not cluster.learn(ServerError("OOM command not allowed"), seed)
 
     @given(st.text(max_size=40))
     @example("")
     @example("\N{SUPERSCRIPT TWO} h:1")  # a digit character but not a number
     def test_invalid_moved_reply_is_ignored(self, text):
         with self.cluster() as cluster:
-            assert cluster.learn(ServerError("MOVED"))
-            assert cluster.learn(ServerError(f"MOVED {text}"))
-            cluster.learn(ServerError(text))
+            seed = cluster.servers()[0]
+            assert cluster.learn(ServerError("MOVED"), seed)
+            assert cluster.learn(ServerError(f"MOVED {text}"), seed)
+            cluster.learn(ServerError(text), seed)
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("10.0.0.8:7001", "10.0.0.8:7001"),
+        ("node.example:7001", "node.example:7001"),
+        ("::1:7001", "[::1]:7001"),
+        ("[::1]:7001", "[::1]:7001"),
+        ("?:7001", "10.0.0.7:7001"),
+        (":7001", "10.0.0.7:7001"),  # cluster-preferred-endpoint-type unknown-endpoint
+        ("?:6379", None),  # the server that replied
+        ("?:0", None),
+        ("?", None),
+    ],
+)
+def test_redirection_without_a_host_stays_on_the_asked_host(target, expected):
+    for code in ("MOVED", "ASK"):
+        endpoint = _target(ServerError(f"{code} 3999 {target}"), Endpoint("10.0.0.7", 6379))
+        assert (endpoint and str(endpoint)) == expected
+
+
+@pytest.mark.parametrize(
+    ("server", "expected", "lacks_names"),
+    [
+        ([b"10.0.0.7", 7000, b"id"], "10.0.0.7:7000", False),
+        ([b"::1", 7000, b"id", []], "[::1]:7000", False),
+        ([b"node.example", 7000, b"id", [b"ip", b"10.0.0.7"]], "node.example:7000", False),
+        ([b"?", 7000, b"id", [b"ip", b"10.0.0.7"]], "10.0.0.7:7000", True),
+        ([b"?", 7000, b"id", [b"zone", b"a", b"ip", b"10.0.0.7"]], "10.0.0.7:7000", True),
+        ([b"?", 7000, b"id", [b"ip", b""]], "seed:7000", True),
+        ([b"?", 7000, b"id", [b"ip", 7]], "seed:7000", True),
+        ([b"?", 7000, b"id", [b"ip", b"?"]], None, True),
+        ([b"?", 7000, b"id"], "seed:7000", True),
+        ([b"", 7000, b"id", []], "seed:7000", False),
+        ([None, 7000, b"id", [b"ip", b"10.0.0.7"]], "seed:7000", False),  # unknown-endpoint
+        ([b"", 0, b"id", []], None, False),  # a server of which the cluster lost the address
+    ],
+)
+def test_map_has_no_name_that_no_server_announces(server, expected, lacks_names):
+    slots, lacks = _slot_map([[0, 9, server, [b"10.0.0.9", 7000, b"id"]], [10, 10, [b"h", 1]]], "seed")
+    assert [endpoint and str(endpoint) for endpoint in slots[9:12]] == [expected, "h:1", None]
+    assert lacks == lacks_names
 
 
 @pytest.mark.parametrize(
@@ -157,6 +206,7 @@ class TestCluster:
         (b"\xff", b"1"),
         (1, 1),
         (b"h", None),
+        (b"?", b"1"),
     ],
 )
 def test_refuses_invalid_addresses(host, port):

@@ -8,6 +8,8 @@ the reply itself names the new owner.
 from __future__ import annotations
 
 import binascii
+import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,8 +25,16 @@ from lmcache_store.tiers.remote.topology import Topology, endpoint_of
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 _NUM_SLOTS = 1 << 14
 _REFRESH_SECONDS = 1.0
+_NO_NAME = "?"
+"""Host of a server without an announced name, if the cluster prefers names. It is never resolved."""
+_LACKS_NAMES = (
+    "the cluster prefers host names, but some of its servers announce none; using their addresses. "
+    "Set cluster-announce-hostname on all servers, or cluster-preferred-endpoint-type to ip"
+)
 
 SlotMap = list[Endpoint | None]
 
@@ -36,6 +46,7 @@ class ClusterNode(RedisServer):
 
     def __init__(self, endpoint: Endpoint, cluster: RedisCluster) -> None:
         super().__init__(str(endpoint), lambda: cluster.connect(endpoint), cluster.listener)
+        self.endpoint = endpoint
         self._cluster = cluster
 
     def run(self, operation: Callable[[RespConnection], T], *, asking: bool = False) -> T:
@@ -43,7 +54,7 @@ class ClusterNode(RedisServer):
         try:
             return super().run(operation, asking=asking)
         except ServerError as error:
-            endpoint = _target(error)
+            endpoint = _target(error, self.endpoint)
             if asking or error.code != "ASK" or endpoint is None:
                 raise
             return self._cluster.node(endpoint).run(operation, asking=True)
@@ -74,6 +85,7 @@ class RedisCluster(Topology):
         self._nodes: dict[Endpoint, ClusterNode] = {}
         self._slots: SlotMap = [None] * _NUM_SLOTS
         self._next_refresh = 0.0
+        self._has_reported_names = False  # names that servers lack
 
     def servers(self) -> Sequence[RedisServer]:
         """See Topology; the seeds while no map is known."""
@@ -89,15 +101,18 @@ class RedisCluster(Topology):
             owner = self._owner(slot)
         return (owner,) if owner else ()
 
-    def learn(self, error: ServerError) -> bool:
+    def learn(self, error: ServerError, server: RedisServer) -> bool:
         """See Topology. Parses ``MOVED 3999 127.0.0.1:6381``."""
-        if error.code != "MOVED":
+        if error.code != "MOVED" or not isinstance(server, ClusterNode):
             return False
         self.refresh()
-        endpoint, slot = _target(error), str(error).partition(" ")[2].partition(" ")[0]
-        if endpoint and slot.isdecimal():
+        endpoint, word = _target(error, server.endpoint), str(error).partition(" ")[2].partition(" ")[0]
+        if endpoint and word.isdecimal():
+            slot = int(word) % _NUM_SLOTS
             with self._lock:
-                self._slots[int(slot) % _NUM_SLOTS] = endpoint
+                # Another owner is from a newer reply, or from the map, which knows addresses without names.
+                if self._slots[slot] in (None, server.endpoint):
+                    self._slots[slot] = endpoint
         return True
 
     def refresh(self) -> None:
@@ -109,10 +124,15 @@ class RedisCluster(Topology):
             self._next_refresh = now + _REFRESH_SECONDS
             for server in (*self.servers(), *self._seeds):
                 try:
-                    slots = server.run(lambda c: _slot_map(c.call("CLUSTER", "SLOTS"), c.endpoint.host))
+                    slots, lacks_names = server.run(
+                        lambda c: _slot_map(c.call("CLUSTER", "SLOTS"), c.endpoint.host)
+                    )
                 except (TierUnavailableError, ServerError):
                     continue
                 if any(slots):  # otherwise it is not a member of a cluster
+                    if lacks_names and not self._has_reported_names:
+                        self._has_reported_names = True
+                        logger.warning("remote tier %s: %s", server.name, _LACKS_NAMES)
                     self._adopt(slots)
                     return
 
@@ -142,27 +162,49 @@ class RedisCluster(Topology):
         self.listener(False)
 
 
-def _target(error: ServerError) -> Endpoint | None:
-    """Return the target of a MOVED or ASK reply, or None if it has none."""
+def _target(error: ServerError, asked: Endpoint) -> Endpoint | None:
+    """Return the target of a MOVED or ASK reply of the asked server, or None if it names no other server.
+
+    A server that has no name for the target omits the host, or writes ``?``. Clients then use the host that
+    they asked, with the port of the reply."""
     host, _, port = str(error).rpartition(" ")[2].rpartition(":")
-    try:
-        return endpoint_of(host.encode(), port.encode())
-    except ConnectionError:
-        return None
+    host = asked.host if host == _NO_NAME else host.strip("[]") or asked.host
+    with contextlib.suppress(ConnectionError):
+        target = endpoint_of(host.encode(), port.encode())
+        return None if target == asked else target
+    return None
 
 
-def _slot_map(reply: Reply, asked_host: str) -> SlotMap:
+def _slot_map(reply: Reply, asked_host: str) -> tuple[SlotMap, bool]:
     """Parse the reply to CLUSTER SLOTS: ranges of ``[first, last, [host, port, ...], replicas...]``.
 
-    A server that does not know its own name omits the host. The host is then the one that was asked."""
+    A server that does not know its own name omits the host. The host is then the one that was asked. Slots of
+    a server without a usable address have no owner: a cluster reports port 0 for a lost server.
+
+    Returns:
+        the map, and whether a server lacks an announced name
+    """
     slots: SlotMap = [None] * _NUM_SLOTS
+    lacks_names = False
     for entry in reply if isinstance(reply, list) else ():
         match entry:
-            case [int(first), int(last), [bytes() | None as host, port, *_], *_] if (
+            case [int(first), int(last), [bytes() | None as host, port, *more], *_] if (
                 0 <= first <= last < _NUM_SLOTS
             ):
-                endpoint = endpoint_of(host or asked_host.encode(), port)
-                slots[first : last + 1] = [endpoint] * (last + 1 - first)
+                if host == _NO_NAME.encode():
+                    lacks_names, host = True, _address(more)
+                with contextlib.suppress(ConnectionError):
+                    endpoint = endpoint_of(host or asked_host.encode(), port)
+                    slots[first : last + 1] = [endpoint] * (last + 1 - first)
             case _:
                 raise ConnectionError(f"unexpected reply {entry!r:.64}")
-    return slots
+    return slots, lacks_names
+
+
+def _address(more: list[Reply]) -> bytes | None:
+    """Return the IP address in ``[id, [b"ip", address, ...]]``, or None."""
+    match more:
+        case [_, [*words], *_]:
+            pairs = zip(words[::2], words[1::2], strict=False)
+            return next((value for name, value in pairs if name == b"ip" and isinstance(value, bytes)), None)
+    return None

@@ -145,7 +145,7 @@ class RemoteTier:
                 self._note_key_absent(object_id)
                 return None
             except ServerError as error:
-                if not self._topology.learn(error):
+                if not self._topology.learn(error, server):
                     self._note_invalid(object_id, error.code)
                     return None
             if loaded is not None:
@@ -186,7 +186,7 @@ class RemoteTier:
             try:
                 is_new = self._write(server, object_id, write)
             except ServerError as error:
-                if self._topology.learn(error):
+                if self._topology.learn(error, server):
                     continue
                 reason = error.code
             break
@@ -269,7 +269,7 @@ class RemoteTier:
         replies = self._run(server, lambda connection: connection.call_all(commands)) or []
         for reply in replies:
             if isinstance(reply, ServerError):
-                self._topology.learn(reply)
+                self._topology.learn(reply, server)
         return replies
 
     def _owners(self, object_id: ObjectId) -> Sequence[RedisServer]:

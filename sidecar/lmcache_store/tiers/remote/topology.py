@@ -31,8 +31,8 @@ class Topology(ABC):
     def owners(self, object_id: ObjectId) -> Sequence[RedisServer]:
         """Return the owner of an object, then other servers that may hold it. Empty: no known owner."""
 
-    def learn(self, error: ServerError) -> bool:
-        """Learn from an error reply. True: another server is the owner; ask that server."""
+    def learn(self, error: ServerError, server: RedisServer) -> bool:
+        """Learn from an error reply of a server. True: another server is the owner; ask that server."""
         return False
 
     def refresh(self) -> None:  # noqa: B027, most topologies are fixed
@@ -192,7 +192,7 @@ def endpoint_of(host: object, port: object) -> Endpoint:
         number = int(port) if isinstance(port, bytes | int) else 0
     except ValueError:
         text, number = "", 0
-    if text[:1] in ("", "/") or not 0 < number < 65536:  # a path would be a socket on this node
+    if text[:1] in ("", "/", "?") or not 0 < number < 65536:  # a path would be a socket on this node
         raise ConnectionError(f"unexpected address {host!r:.64} {port!r:.64}")
     return Endpoint(text, number)
 
