@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import yaml
 from lmcache_operator.api import KIND
 from lmcache_operator.api.documents import dump, load
 from lmcache_operator.api.engine_kinds import ANY_ENGINE, ENGINE_KINDS, VLLM
+from lmcache_operator.api.parse import Platform
 from lmcache_operator.components.injection.workloads import clusters_in, inject_objects
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.contract.base import OTHER_ENGINES, Context
@@ -76,6 +78,8 @@ def rendering_options() -> argparse.ArgumentParser:
     rendering.add_argument("--operator-namespace", metavar="NAME", default="", help=about)
     about = "without a shared claim, let sidecars see all GPUs of their nodes (default: no GPUs)"
     rendering.add_argument("--allow-all-gpus-sidecar", action="store_true", help=about)
+    about = "render pods without users and groups, which the platform assigns (OpenShift)"
+    rendering.add_argument("--assigned-ids", action="store_true", help=about)
     return rendering
 
 
@@ -104,7 +108,8 @@ def context(arguments: argparse.Namespace) -> Context:
     flags = arguments.operator_namespace, arguments.allow_all_gpus_sidecar, arguments.shard_image
     flag_of = {kind.name: f"{kind.image_flag}_image" for kind in ENGINE_KINDS.values()}
     engines = {name: getattr(arguments, flag_of[name]) for name in OTHER_ENGINES}
-    return Context(images, *flags, engines, arguments.router_image)
+    platform = Platform(arguments.assigned_ids)
+    return Context(images, *flags, engines, arguments.router_image, platform)
 
 
 def _print(arguments: argparse.Namespace) -> int:
@@ -130,7 +135,7 @@ def _render(arguments: argparse.Namespace) -> list[Object]:
 
 def _rendered(resource: Object, resources: list[Object], context: Context) -> list[Object]:
     """The objects of a cluster, and those of the cluster of its prefill pods, which refers to it."""
-    cluster = with_lenders(resource, resources)
+    cluster = replace(with_lenders(resource, resources), platform=context.platform)
     children = [child for component in COMPONENTS for child in component.render(cluster, context)]
     inner = [_rendered(child, resources, context) for child in children if child["kind"] == KIND]
     return [*children, *chain.from_iterable(inner)]

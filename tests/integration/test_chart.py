@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from testing.kube.api import ApiError
 from testing.kube.cluster import CRDS as CRD_KIND
 from testing.kube.cluster import Cluster
 from tests.harness.kube import (
@@ -131,6 +133,62 @@ def test_only_the_listed_namespaces_are_served(plane, tmp_path):
         finally:
             process.kill()
         plane.helm("uninstall", "some", "--namespace", served)
+
+
+def create_policy_of_ids(plane: Cluster, namespace: str) -> None:
+    """Admit pods as OpenShift's ``restricted-v2`` does: with ids of the namespace's range, or without ids."""
+    rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
+    of_containers = "(object.spec.containers + object.spec.?initContainers.orValue([]))"
+    ids = f"{of_containers}.map(c, c.?securityContext.?runAsUser) + "
+    ids += "[object.spec.?securityContext.?runAsUser, object.spec.?securityContext.?fsGroup]"
+    in_range = "variables.ids.all(id, int(id.orValue(1000800000) / 10000) == 100080)"
+    policy = {
+        "matchConstraints": {"resourceRules": [rule]},
+        "variables": [{"name": "ids", "expression": ids}],
+        "validations": [{"expression": in_range, "message": "an id is not in the range of the namespace"}],
+    }
+    selector = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
+    binding = {"policyName": namespace, "validationActions": ["Deny"], "matchResources": selector}
+    group = "admissionregistration.k8s.io/v1/validatingadmissionpolic"
+    for kind, spec in (("ies", policy), ("ybindings", binding)):
+        plane.api.create(f"{group}{kind}", {"metadata": {"name": namespace}, "spec": spec})
+    spec = {"containers": [{"name": "c", "image": "i"}], "securityContext": {"runAsUser": 2000}}
+    usual = {"metadata": {"name": "usual"}, "spec": spec}
+
+    def is_refused() -> bool:  # a moment later
+        try:
+            plane.api.create("v1/pods", usual, namespace)
+        except ApiError as error:
+            return "an id is not in the range" in str(error)
+        plane.api.delete("v1/pods", "usual", namespace)
+        return False
+
+    plane.wait(is_refused)
+
+
+def test_pods_are_admitted_where_the_platform_assigns_their_ids(plane, no_operator, tmp_path):
+    with new_namespace(plane, "assigned") as namespace:
+        create_policy_of_ids(plane, namespace)
+        flags = ["--set", "crds.enabled=false", "--set", f"watchNamespaces={{{namespace}}}"]
+        more = ["--set", "fullnameOverride=op", "--set", "assignedIds=true"]
+        plane.helm("install", "assigned", CHART, "--namespace", namespace, *flags, *more)
+        deployment = plane.api.get("apps/v1/deployments", "op", namespace)
+        arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"][1:]
+        of_pod = ("--health-port=", "--metrics-port=", "--leader-elect=")
+        flags = [each for each in arguments if not each.startswith(of_pod)]
+        process = Operator(plane, tmp_path, f"{namespace}/op", *flags)
+        process.start()
+        try:
+            resource = example(router={"replicas": 1})
+            resource["spec"]["tiers"]["remote"] = {"managed": {"memoryPerShard": "1Gi", "shards": 2}}
+            plane.api.create(CLUSTERS, resource, namespace)
+            wait_ready(plane, namespace)
+        finally:
+            process.kill()
+        prefixes = (pod["metadata"]["generateName"] for pod in plane.api.objects("v1/pods", namespace))
+        components = Counter(prefix.removeprefix(f"{NAME}-").partition("-")[0] for prefix in prefixes)
+        assert components == {"op": 2, "engine": 2, "remote": 2, "router": 1}
+        plane.helm("uninstall", "assigned", "--namespace", namespace)
 
 
 def test_refusals_of_the_operator_are_found(plane, tmp_path):

@@ -99,6 +99,7 @@ def test_rendered_rules_are_those_that_promtool_tests(helm):
         ("watchNamespaces={Bad_Name}", "watchNamespaces"),
         ("crds.enabled=perhaps", "enabled"),
         ("allowAllGpusSidecar=perhaps", "allowAllGpusSidecar"),
+        ("assignedIds=perhaps", "assignedIds"),
         ("injection.enabled=perhaps", "enabled"),
         ("policies.restrictClusters.enabled=perhaps", "enabled"),
         ("policies.restrictClusters.secrets={Bad_Name}", "secrets"),
@@ -119,13 +120,13 @@ def test_operator_parses_the_flags_of_the_deployment(helm):
     settings = [
         "watchNamespaces={a,b}", "defaults.engineImage=e:1", "defaults.sidecarImage=s:1",
         "defaults.shardImage=v:1", "defaults.sglangImage=g:1", "defaults.routerImage=r:1",
-        "extraArgs={--log-format=json}", "allowAllGpusSidecar=true",
+        "extraArgs={--log-format=json}", "allowAllGpusSidecar=true", "assignedIds=true",
     ]  # fmt: skip
     deployment = {obj["kind"]: obj for obj in rendered(helm, *settings)}["Deployment"]
     container = deployment["spec"]["template"]["spec"]["containers"][0]
     parsed = _parser().parse_args(container["args"])
     assert parsed.namespace == ["a", "b"]
-    assert parsed.allow_all_gpus_sidecar is True
+    assert parsed.allow_all_gpus_sidecar is parsed.assigned_ids is True
     # The NetworkPolicies of the sidecars admit the operator by these.
     assert parsed.operator_namespace == deployment["metadata"]["namespace"]
     assert OPERATOR_LABELS.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()

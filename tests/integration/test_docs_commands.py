@@ -77,6 +77,7 @@ HOW_TO = {
         changes={"tiers": {"peers": {}}},
     ),
     "require-tokens-for-metrics": Page(),  # its commands are marked as not run
+    "run-on-openshift": Page("qwen3-8b.yaml", "qwen3-8b"),
     # The fake nodes have no devices.
     "run-with-gpu-claims": Page(
         "gpu-claims.yaml", "qwen3-8b-claims", {"FILE": "examples/gpu-claims.yaml"}, num_absent=2

@@ -44,7 +44,7 @@ VALUES: tuple[tuple[str, ...], ...] = (
         "defaults.sidecarImage=i:1", "defaults.shardImage=i:1", "defaults.routerImage=i:1", "podLabels.a=b",
         "nodeSelector.a=b", "tolerations[0].key=x",
         "serviceAccount.annotations.a=b", "priorityClassName=high", "allowAllGpusSidecar=true",
-        "metrics.networkPolicy.enabled=true",
+        "assignedIds=true", "metrics.networkPolicy.enabled=true",
     ),
 )  # fmt: skip
 """Sets of values that together turn every part of the templates on and off."""

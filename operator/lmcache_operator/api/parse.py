@@ -54,6 +54,13 @@ class Lender(NamedTuple):
     """Secret that its spec names for the certificate of its shards; empty: none."""
 
 
+class Platform(NamedTuple):
+    """Properties of the Kubernetes cluster that shape pods."""
+
+    assigns_ids: bool = False
+    """Whether it gives each pod its user and groups, as OpenShift does."""
+
+
 AS_DECLARED = Sizes()
 EVENTS_FOR = f"{GROUP}/events-for"
 """Annotation of an LMCacheCluster whose pods only compute prompts: name of the cluster whose router reads the
@@ -76,6 +83,7 @@ class Cluster:
     """Default images that the StatefulSet of the engine pods records, by container; empty: no record."""
     lenders: Mapping[str, Lender] = dataclasses.field(default_factory=dict)
     """Clusters whose tiers this one uses, by name. One that has never existed is missing."""
+    platform: Platform = dataclasses.field(default_factory=Platform)
 
     @property
     def memory_bytes(self) -> int:

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from lmcache_operator.api.engine_kinds import ENGINE_KINDS, VLLM
-from lmcache_operator.api.parse import Cluster
+from lmcache_operator.api.parse import Cluster, Platform
 from lmcache_operator.contract.conditions import Condition, Event, Problem
 from lmcache_operator.policy.report import Report
 from lmcache_operator.specs import Images, Object
@@ -43,6 +43,7 @@ class Context(NamedTuple):
     """Default images of the other kinds of engines, by kind."""
     router_image: str = ROUTER_IMAGE
     """Default image of routers."""
+    platform: Platform = Platform()
 
     def images_for(self, cluster: Cluster) -> Images:
         """Default images of a cluster's containers. The cluster must have an engine."""

@@ -27,7 +27,7 @@ def plan(
     plans: dict[str, Plan] = {}
     fault: Exception | None = None
     try:
-        cluster = parse(resource)
+        cluster = replace(parse(resource), platform=context.platform)
         for component in components:
             cluster = component.with_records(cluster, observed[component.name])
         for component in components:

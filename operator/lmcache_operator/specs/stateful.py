@@ -13,10 +13,14 @@ SCRAPER_LABEL = "lmcache.io/scraper"
 """A namespace with this label set to "true" may reach metrics ports."""
 
 
-def pod_security(uid: int, **fields: object) -> Object:
-    """Security context of a pod that runs as one user, as the restricted Pod Security Standard demands."""
+def pod_security(cluster: Cluster, uid: int, **fields: object) -> Object:
+    """Security context of a pod that runs as one user, as the restricted Pod Security Standard demands.
+
+    If the platform assigns ids, the context has no field whose value is ``uid``.
+    """
     profile = {"type": "RuntimeDefault"}
-    return fields | {"runAsGroup": uid, "runAsNonRoot": True, "runAsUser": uid, "seccompProfile": profile}
+    fields |= {"runAsGroup": uid, "runAsNonRoot": True, "runAsUser": uid, "seccompProfile": profile}
+    return {name: value for name, value in fields.items() if value != uid or not cluster.platform.assigns_ids}
 
 
 def items(*keys: str) -> list[Object]:

@@ -75,6 +75,24 @@ def test_render_accepts_the_image_options_of_run(capsys: pytest.CaptureFixture[s
     assert {"image: e:1", "image: s:1"} <= {*map(str.strip, capsys.readouterr().out.splitlines())}
 
 
+def test_render_leaves_ids_out_that_the_platform_assigns(tmp_path, capsys):
+    file, security = tmp_path / "cluster.yaml", {"runAsUser": 1000800000}
+    engine = {"prefill": {}, "podTemplate": {"spec": {"securityContext": security}}}
+    remote = {"managed": {"memoryPerShard": "1Gi"}}
+    file.write_text(yaml.safe_dump(cluster(engine=engine, router={}, tiers={"remote": remote, "peers": {}})))
+    main(["render", "-f", str(file), "--assigned-ids"])
+    objects = yaml.safe_load_all(capsys.readouterr().out)
+    pods = {
+        each["metadata"]["name"]: each["spec"]["template"]
+        for each in objects
+        if "template" in each.get("spec", ())
+    }
+    assert pods.keys() == {"demo-engine", "demo-prefill-engine", "demo-remote", "demo-router"}
+    for name, pod in pods.items():
+        (ids,) = re.findall(r"'(?:runAs(?:User|Group)|fsGroup)': \d+", str(pod)) or [""]
+        assert ids == ("'runAsUser': 1000800000" if name.endswith("engine") else ""), name
+
+
 def test_render_prints_the_secrets_of_a_cluster_that_is_referred_to(tmp_path, capsys):
     reference = {"clusterRef": {"name": "kv"}}
     referring = cluster(tiers={"peers": reference, "remote": reference})

@@ -77,7 +77,9 @@ def _pod_spec(cluster: Cluster, images: Images, transfer: gpus.Transfer, size: M
         # The variables of a Service named lmcache... would look like the sidecar's options, LMCACHE_*.
         "enableServiceLinks": False,
         "initContainers": [sidecar | _sidecar(cluster, transfer, size), payload | _payload(cluster)],
-        "securityContext": stateful.pod_security(_UID, fsGroup=_UID, fsGroupChangePolicy="OnRootMismatch"),
+        "securityContext": stateful.pod_security(
+            cluster, _UID, fsGroup=_UID, fsGroupChangePolicy="OnRootMismatch"
+        ),
         "serviceAccountName": names.object_name(cluster.name, names.ENGINE),
         "terminationGracePeriodSeconds": ending.grace,
         # A source that the user gives may have a name, too. The operator's name replaces it and stays first.

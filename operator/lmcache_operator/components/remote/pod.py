@@ -120,7 +120,7 @@ def pod_template(cluster: Cluster, managed: ManagedRemote, image: str, spec_hash
         "automountServiceAccountToken": False,
         "containers": [_server(managed, image)],
         "enableServiceLinks": False,
-        "securityContext": stateful.pod_security(_UID, fsGroup=_UID),
+        "securityContext": stateful.pod_security(cluster, _UID, fsGroup=_UID),
         "serviceAccountName": names.object_name(cluster.name, names.REMOTE),
         "terminationGracePeriodSeconds": 10,
         "volumes": [

@@ -64,7 +64,7 @@ def pod_template(cluster: Cluster, router: Router, image: str) -> Object:
         "automountServiceAccountToken": True,
         "containers": [_container(cluster, router, image)],
         "enableServiceLinks": False,
-        "securityContext": stateful.pod_security(_UID),
+        "securityContext": stateful.pod_security(cluster, _UID),
         "serviceAccountName": names.object_name(cluster.name, names.ROUTER),
         "terminationGracePeriodSeconds": _DRAIN_SECONDS,
         **cluster.spec.images.of_pod,
