@@ -137,6 +137,7 @@ class Sessions:
         client = self.clients.caller(request)
         chains = validation.parse_lookup(request, client.peer)
         client.prefill_tokens_per_second = request.prefill_tokens_per_second
+        client.later_private_reason = request.private_reason
         store = self._required_store
         scheduled = request.scheduled if request.HasField("scheduled") else None
         if scheduled is not None:

@@ -22,6 +22,14 @@ pytestmark = pytest.mark.usefixtures("patient_calls")
 
 
 class TestNamespaces:
+    def test_sidecar_shows_why_a_name_is_private(self, sidecar):
+        with PageEngine(sidecar) as engine:
+            engine.look_up(1)
+            assert sidecar.stats()["private_reason"] == ""
+            engine.access.set_namespace(os.urandom(32), "the weights were updated")
+            engine.look_up(1)
+            assert sidecar.stats()["private_reason"] == "the weights were updated"
+
     @pytest.mark.parametrize("namespace", [None, os.urandom(32)], ids=["none", "another"])
     @pytest.mark.parametrize("hook", ["before_load", "after_load"])
     def test_load_that_runs_during_a_change_delivers_nothing(self, sidecar, namespace, hook):

@@ -1,5 +1,6 @@
 """Causes of computed tokens, as a sidecar counts them for engines under vLLM's scheduler."""
 
+import json
 import re
 from collections import Counter
 
@@ -48,3 +49,19 @@ def test_prompts_larger_than_the_cache_are_evicted():
     )
     assert max(again, key=lambda cause: again[cause]) == "evicted"
     assert again == {"evicted": 60 * 8 * CHUNK, "tail": 60}
+
+
+def test_engine_that_was_reset_shows_why_its_kv_is_private():
+    prompt = make_tokens(2 * CHUNK + 1)
+    with only_engine(SETTINGS) as (sidecar, engine):
+        causes_of(sidecar, engine, prompt)
+        assert sidecar.stats()["private_reason"] == ""
+        assert engine.reset(b"new weights")
+        causes_of(sidecar, engine, prompt)
+        stats = sidecar.stats()
+        assert stats["private_reason"].startswith("vLLM's caches were reset at ")
+        assert {client["private_reason"] for client in stats["clients"]} == {"", stats["private_reason"]}
+        assert stats["private_reason"] in " ".join(explain(sidecar)[1].split())
+        assert json.loads(explain(sidecar, "--output", "json")[1])["private_reasons"] == [
+            stats["private_reason"]
+        ]

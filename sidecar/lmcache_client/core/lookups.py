@@ -70,6 +70,8 @@ class LookupThread:
         self.answer_seconds = answer_seconds or MIN_ANSWER_SECONDS
         """Longest silence of the sidecar before its answer is late, in seconds. If measured, it is twice the
         99th percentile of the latest answer times, within bounds."""
+        self.private_reason = ""
+        """Why keys became private after the attach, for the sidecar's pages; empty: they did not."""
         self._answered_at = -math.inf  # time of the sidecar's last answer to any call
         self._latest: deque[float] = deque(maxlen=100)  # latest answer times, in seconds
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -269,6 +271,7 @@ class LookupThread:
             hint=is_hint,
             scheduled=scheduled,
             num_handed_over=ticket.num_handed_over,
+            private_reason=self.private_reason,
             timeout=self._call_seconds,
         )
 

@@ -89,7 +89,7 @@ class SchedulerSide:
         self._grid = Grid(1, 1, ())
         self._tenant_secret = b""
         self._namespace = b""  # the engine's namespace, replaced at every reset
-        self._is_shared = False  # True if other engines find what is stored in this namespace
+        self._private_reason = ""  # why other engines can't find what is stored in this namespace
         self._states: dict[str, RequestState] = {}
         self._computing = Computing()
         self._stores: Stores | None = None
@@ -104,10 +104,11 @@ class SchedulerSide:
             if isinstance(message, EngineIdentity) and self._lookups is None and not self._is_offline:
                 self._grid, self._tenant_secret = message.grid, message.hello.namespace
                 self._stores = Stores(self._grid, message.num_ranks, self._computing)
-                self._is_shared = not (self._namespace or message.hello.private_reason)
                 self._namespace = self._namespace or message.hello.namespace
                 client = self._connect(message)
                 self._lookups = LookupThread(client, message, self._rate, self._answer_seconds, self._clock)
+                self._lookups.private_reason = self._private_reason
+                self._private_reason = self._private_reason or message.hello.private_reason
                 self._times.report = self._lookups.note_times
 
     def go_offline(self) -> None:
@@ -129,13 +130,15 @@ class SchedulerSide:
         self._next.stores.clear()
         self._tracer.clear()
 
-    def reset_cache(self) -> bool:
+    def reset_cache(self, reason: str) -> bool:
         """Invalidate all cached KV by starting a new namespace. Call this when the weights may change.
 
+        ``reason``: why other engines can't find what is stored from now on.
         Returns False if a load of old KV is still running; the affected request uses it.
         """
-        self._namespace = os.urandom(32)
-        self._is_shared = False
+        self._namespace, self._private_reason = os.urandom(32), reason
+        if self._lookups is not None:
+            self._lookups.private_reason = reason
         if self._events is not None:
             self._events.clear()
         self._computing.clear()
@@ -349,7 +352,7 @@ class SchedulerSide:
     def num_stored_tokens(self, request_id: str) -> int:
         """Return how many leading tokens are stored, or are being stored, where other engines find them."""
         state = self._states.get(request_id)
-        if state is None or not self._is_shared or state.ticket.namespace != self._namespace:
+        if state is None or self._private_reason or state.ticket.namespace != self._namespace:
             return 0
         return 0 if state.has_failed else state.num_stored_chunks * self._grid.chunk_tokens
 
@@ -364,7 +367,7 @@ class SchedulerSide:
             self._extra_keys_of(request, self._grid.chunk_tokens),
             first_hashes=self._grid.first_hashes(request.block_hashes) if num_chunks else (),
             is_read=not request.skip_reading_prefix_cache,
-            num_handed_over=min(num_handed_over, num_chunks) if self._is_shared else 0,
+            num_handed_over=0 if self._private_reason else min(num_handed_over, num_chunks),
         )
         lookups.ask(ticket)
         return ticket

@@ -245,7 +245,7 @@ class Drained(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("epoch", "client_uuid", "request_id", "groups", "prefill_tokens_per_second", "hint", "tenant", "scheduled", "num_handed_over_chunks")
+    __slots__ = ("epoch", "client_uuid", "request_id", "groups", "prefill_tokens_per_second", "hint", "tenant", "scheduled", "num_handed_over_chunks", "private_reason")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +255,7 @@ class LookupRequest(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SCHEDULED_FIELD_NUMBER: _ClassVar[int]
     NUM_HANDED_OVER_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    PRIVATE_REASON_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     client_uuid: bytes
     request_id: str
@@ -264,7 +265,8 @@ class LookupRequest(_message.Message):
     tenant: bytes
     scheduled: Scheduled
     num_handed_over_chunks: int
-    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupKeys, _Mapping]]] = ..., prefill_tokens_per_second: _Optional[float] = ..., hint: bool = ..., tenant: _Optional[bytes] = ..., scheduled: _Optional[_Union[Scheduled, _Mapping]] = ..., num_handed_over_chunks: _Optional[int] = ...) -> None: ...
+    private_reason: str
+    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupKeys, _Mapping]]] = ..., prefill_tokens_per_second: _Optional[float] = ..., hint: bool = ..., tenant: _Optional[bytes] = ..., scheduled: _Optional[_Union[Scheduled, _Mapping]] = ..., num_handed_over_chunks: _Optional[int] = ..., private_reason: _Optional[str] = ...) -> None: ...
 
 class Scheduled(_message.Message):
     __slots__ = ("num_engine_chunks", "num_hit_chunks", "num_loaded_tokens", "num_prompt_tokens", "num_engine_tokens", "first_blocks", "block_tokens", "reports_times")

@@ -149,6 +149,7 @@ class SidecarSession:
         hint: bool = False,
         scheduled: Scheduled | None = None,
         num_handed_over: int = 0,
+        private_reason: str = "",
         timeout: float | None = None,
     ) -> LookupResult:
         """Look up a request's leading chunks, and lease the rows in memory that a hit of them needs.
@@ -167,6 +168,7 @@ class SidecarSession:
                 Together with ``hint``, nothing is promoted.
             num_handed_over: leading chunks that another engine has computed a moment ago. The sidecar asks
                 lower tiers for their rows in each call, because they may be stored only now.
+            private_reason: why keys became private after the attach; empty: they did not.
             timeout: deadline in seconds; None: ``TIMING.call_seconds``.
         """
         if not hint:
@@ -182,6 +184,7 @@ class SidecarSession:
             hint=hint,
             scheduled=pb.Scheduled(**scheduled._asdict()) if scheduled is not None else None,
             num_handed_over_chunks=num_handed_over,
+            private_reason=private_reason,
         )
         return LookupResult(reply.num_resident, reply.num_leased, reply.num_pending, reply.probing)
 

@@ -175,7 +175,8 @@ class LMCacheBackend(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # s
         """Keep the names of pages up to date with the model's weights."""
 
         def rename() -> None:
-            access.set_namespace(watch.name(access.namespace_at_start, access.engine_uuid))
+            namespace = watch.name(access.namespace_at_start, access.engine_uuid)
+            access.set_namespace(namespace, watch.private_reason)
 
         self._ends.append(watch.subscribe(rename))
 

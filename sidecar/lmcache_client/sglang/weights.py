@@ -26,6 +26,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from lmcache_client.core.files import private_until_restart
 from lmcache_client.errors import UnsupportedError
 from lmcache_store import keys
 
@@ -54,6 +55,8 @@ class WeightWatch:
         self._num_open_updates = 0
         self.is_complete = False
         """True if no change of weights was missed: the engine's start installed the watch."""
+        self.private_reason = ""
+        """Why only this engine can find KV since the last change of ``name``; empty: nothing changed."""
         self._listeners: dict[Callable[[], None], None] = {}
 
     def name(self, namespace: bytes, engine_uuid: bytes) -> bytes | None:
@@ -87,6 +90,7 @@ class WeightWatch:
         with self._lock:
             self._generation += 1
             self._has_older_kv = True
+            self.private_reason = private_until_restart("SGLang's weights or its storage were reset")
         self._notify()
 
     def begin_change(self) -> None:
@@ -125,6 +129,7 @@ class WeightWatch:
                 return
             self._generation += 1
             self._is_closed = False
+            self.private_reason = private_until_restart("SGLang's weights were updated")
         logger.info("SGLang has new weights: the cache is on, and private to this engine until a restart")
         self._notify()
 

@@ -28,7 +28,10 @@ def weights_fingerprint(vllm_config: Any, began: float) -> str:
     if load_format == "dummy":
         raise UnnamedError("load format dummy loads random weights")
     if load_format not in _FILE_FORMATS:
-        raise UnnamedError(f"load format {load_format} does not read the model's safetensors files")
+        raise UnnamedError(
+            f"load format {load_format} does not read the safetensors files of the model's folder, "
+            "by which the cache identifies weights"
+        )
     return files.fingerprint(model_dir(vllm_config), began)
 
 

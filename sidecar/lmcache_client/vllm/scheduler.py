@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+from lmcache_client.core.files import private_until_restart
 from lmcache_client.core.grid import BlockTables
 from lmcache_client.core.jobs import StepMeta, WorkerReport
 from lmcache_client.core.scheduler import SchedulerSide
@@ -79,6 +80,15 @@ class VLLMScheduler(SchedulerSide):
         super().__init__(*args, **settings)
         self._tables: dict[str, BlockTables] = {}  # with vLLM 0.29
         self._open_loads = OpenLoads(num_blocks)
+
+    def reset_cache(self, reason: str = "") -> bool:
+        """Invalidate all cached KV, because the weights may change.
+
+        Returns False if a load of old KV is still running; the affected request uses it.
+        """
+        reason = reason or private_until_restart("vLLM's caches were reset")
+        logger.warning("Cached KV stays private to this engine: %s", reason)
+        return super().reset_cache(reason)
 
     def on_new_request(self, request: Any) -> None:
         """Send a hint. Ignores streaming sessions, because they replace tokens that were already hashed."""

@@ -63,6 +63,8 @@ class Client:
     is_attached: bool = True
     prefill_tokens_per_second: float = 0.0
     """Prefill speed that the engine reported last; 0: not known yet."""
+    later_private_reason: str = ""
+    """Why the engine's keys became private after the Hello; empty: they did not."""
     transfer: ChosenCopier = _NOTHING_TO_COPY
     """Present copier of the client's stores."""
     pins: PinStatus | None = None
@@ -75,6 +77,11 @@ class Client:
         """Seconds that the engine takes to compute one chunk; 0.0: not known yet."""
         rate = self.prefill_tokens_per_second
         return self.peer.hello.geometry.chunk_tokens / rate if rate else 0.0
+
+    @property
+    def private_reason(self) -> str:
+        """Why other engines can't find what this engine stores; empty if they can."""
+        return self.later_private_reason or self.peer.hello.private_reason
 
     @property
     def name(self) -> str:
@@ -197,6 +204,12 @@ class Clients:
         workers = (client for client in self.by_uuid.values() if client.peer.is_worker)
         late = [w for w in workers if not w.is_attached or w.released_round != round_]
         return "".join(f"{worker.name} ({worker.state})" for worker in late[:1])
+
+    @property
+    def private_reason(self) -> str | None:
+        """Why other engines can't find what an attached engine stores; None if no engine is attached."""
+        reasons = [client.private_reason for client in self.by_uuid.values() if client.is_attached]
+        return max(reasons, default=None)
 
     def num_gpus(self, engine: bytes) -> int:
         """Return the GPUs of an engine: its attached workers, with one GPU each; at least one."""

@@ -13,7 +13,7 @@ from typing import Any
 from lmcache_sidecar.commands.asking import ExplainError, add_url, ask
 from lmcache_store.common.options import describe
 from lmcache_store.common.prices import Prices
-from lmcache_store.explain import tables, tenants
+from lmcache_store.explain import merge, tables, tenants
 from lmcache_store.explain.benefit import Benefit, benefit, usd_per_token
 from lmcache_store.explain.sizes import LargerMemory, larger_memory
 
@@ -75,8 +75,10 @@ def _explain(arguments: argparse.Namespace) -> tuple[Any, Iterator[str]]:
         sizes = {"larger_memory": larger._asdict()} if larger else {}
         saved = benefit([stats], Prices())
         overview = tables.overview(stats["causes"], price, larger.advice() if larger else "")
-        lines = itertools.chain(overview, tenants.overview([stats]), _benefit_lines(stats, saved))
-        figures = {"tenants": [each._asdict() for each in tenants.by_name([stats])]}
+        middle = tables.private([stats]), tenants.overview([stats])
+        lines = itertools.chain(overview, *middle, _benefit_lines(stats, saved))
+        figures: dict[str, Any] = {"tenants": [each._asdict() for each in tenants.by_name([stats])]}
+        figures["private_reasons"] = merge.private_reasons([stats])
         return stats["causes"] | sizes | figures | {"benefit": saved._asdict()}, lines
     query = urllib.parse.urlencode({"id": arguments.request_id}, errors="replace")
     requests = ask(arguments.url, f"/requests?{query}")["requests"]

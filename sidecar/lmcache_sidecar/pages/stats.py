@@ -302,6 +302,7 @@ def collect(
     facts = {
         "epoch": arena.epoch,
         "geometry": arena.geometry and asdict(arena.geometry),
+        "private_reason": sessions.clients.private_reason,
         "clients": list(map(_client, islice(sessions.clients.by_uuid.values(), MAX_LISTED_CLIENTS))),
     }
     causes = sessions.causes
@@ -365,7 +366,7 @@ def _is_reachable(handle: TierHandle, worker: TierWorker | None) -> bool:
 
 def _client(client: Client) -> dict[str, Any]:
     hello = client.peer.hello
-    names = ("column", "pid", "uid", "model", "private_reason")
+    names = ("column", "pid", "uid", "model")
     return {
         "uuid": hello.client_uuid.hex(),
         "engine": hello.engine_uuid.hex(),
@@ -375,6 +376,7 @@ def _client(client: Client) -> dict[str, Any]:
         "chunk_tokens": hello.geometry.chunk_tokens,
         "groups": list(map(str, client.peer.groups.values())),
         "transfer": {"mode": _mode(client), "reason": client.transfer.reason},
+        "private_reason": client.private_reason,
         "epoch": client.epoch,
         "is_attached": client.is_attached,
         "prefill_tokens_per_second": client.prefill_tokens_per_second,

@@ -70,8 +70,7 @@ _BY_CAUSE = {
     ),
     "private": (
         "were evicted from memory, and lower tiers cannot hold them, because the engine's keys are private",
-        "Set PYTHONHASHSEED=0 and --prefix-caching-hash-algo sha256_cbor in the engine. "
-        "Keys are also private after a reset of the engine's caches.",
+        "`private_reason` in /stats of the sidecar says why, and what to do.",
     ),
     "not_cacheable": (
         "belong to requests that cannot be cached",

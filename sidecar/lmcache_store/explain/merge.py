@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lmcache_store.common.text import plain
+
 _MAX_BRANCHES = 10
 _MAX_COUNT = 1 << 63
 
@@ -44,6 +46,11 @@ def sums(reports: Iterable[Any], *path: str) -> dict[str, float]:
 def totals(reports: Iterable[Any], *path: str) -> Counter[str]:
     """Return the same as ``sums``, for whole numbers."""
     return Counter({label: int(value) for label, value in sums(reports, *path).items() if value >= 1})
+
+
+def private_reasons(reports: Iterable[Any]) -> list[str]:
+    """Return the reasons why engines share no KV with others."""
+    return sorted({plain(part(report).get("private_reason")) for report in reports} - {""})
 
 
 def causes(reports: Iterable[Any], *path: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from textwrap import wrap
 from typing import Any
 
@@ -40,6 +40,13 @@ def overview(
             statement += f" That took {finding.usd:,.2f} USD of GPU time."
         yield from wrap(statement, _WIDTH, initial_indent=f"{number:3}. ", subsequent_indent=_INDENT)
         yield from wrap(finding.advice, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
+
+
+def private(reports: Iterable[Any]) -> Iterator[str]:
+    """Yield a paragraph for each reason why engines share no KV. ``reports``: the /stats of sidecars."""
+    for reason in merge.private_reasons(reports):
+        yield ""
+        yield from wrap(f"An engine shares no KV, and only the memory of its pod holds it: {reason}.", _WIDTH)
 
 
 def request(explained: Mapping[str, Any]) -> Iterator[str]:

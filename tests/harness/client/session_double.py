@@ -32,6 +32,7 @@ class SessionDouble:
         self.is_probing = False
         self.num_hints = 0
         self.num_handed_over = 0  # of the last lookup
+        self.private_reason = ""  # of the last lookup
         self.scheduled: list[tuple[str, int, Scheduled]] = []  # id, number of keys, report
         self.times: list[RequestTimes] = []
         self.memory_only = False
@@ -82,9 +83,11 @@ class SessionDouble:
         hint: bool = False,
         scheduled: Scheduled | None = None,
         num_handed_over: int = 0,
+        private_reason: str = "",
         **_: Any,
     ) -> LookupResult:
         self.before_lookup()
+        self.private_reason = private_reason
         self.num_handed_over = num_handed_over
         self._check_up()
         if scheduled is not None:

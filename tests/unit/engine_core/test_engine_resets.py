@@ -1,6 +1,8 @@
 """Resets of the engine's caches: no earlier KV is found, stored or loaded afterwards."""
 
-from tests.harness.client.scheduler_rig import blocks, chunk_ranges, job_ids, make_request
+import re
+
+from tests.harness.client.scheduler_rig import IDENTITY, Rig, blocks, chunk_ranges, job_ids, make_request
 
 
 def test_reset_hides_earlier_rows_and_finds_new_rows(rig):
@@ -34,3 +36,26 @@ def test_reset_is_refused_during_a_load(rig):
     assert rig.scheduler.reset_cache() is False
     rig.report(received=["r"])
     assert rig.scheduler.reset_cache() is True
+
+
+REASON = r"vLLM's caches were reset at .* UTC: private until the engine restarts"
+
+
+def test_reset_reports_why_kv_is_private_from_then_on(rig):
+    rig.computing()
+    assert rig.session.private_reason == ""
+    rig.scheduler.reset_cache()
+    rig.computing(make_request(200, "after"))
+    rig.drain_lookups()
+    assert re.fullmatch(REASON, rig.session.private_reason)
+
+
+def test_reset_before_the_first_worker_is_reported():
+    rig = Rig(identity="no identity yet")
+    rig.scheduler.reset_cache()
+    rig.scheduler.adopt([IDENTITY])
+    rig.lookups = rig.scheduler._lookups
+    rig.computing()
+    rig.drain_lookups()
+    rig.scheduler.go_offline()
+    assert re.fullmatch(REASON, rig.session.private_reason)

@@ -42,6 +42,11 @@ def test_causes_of_two_sidecars_add_up() -> None:
     }
 
 
+def test_reasons_of_engines_that_share_no_kv_are_listed_once() -> None:
+    reports = [{"private_reason": reason} for reason in ("weights", "", None, 5, "weights", "a\nseed")]
+    assert merge.private_reasons([*reports, {}, [], None]) == ["a seed", "weights"]
+
+
 @pytest.mark.parametrize("value", [True, -1, "7", None, [], float("nan"), float("inf"), 1 << 64])
 def test_values_that_are_no_counts_count_as_nothing(value: Any) -> None:
     assert merge.total([{"a": {"b": value}}, {"a": {"b": 2}}], "a", "b") == 2

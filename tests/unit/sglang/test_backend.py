@@ -38,8 +38,8 @@ class Access:
         self.pools, self.namespace, self.is_closed = pools, None, False
         self.loads, self.times = [], []
 
-    def set_namespace(self, namespace):
-        self.namespace = namespace
+    def set_namespace(self, namespace, private_reason):
+        self.namespace, self.private_reason = namespace, private_reason
 
     def report(self, request):
         pass
@@ -166,6 +166,7 @@ def test_pool_of_a_draft_model_is_cached(world, make_backend):
     assert (backend.batch_get_v2([transfer]), second.loads) == ({"draft": [True]}, [(1, [2])])
     world.watch.forget_all()
     assert second.namespace == world.watch.name(NAMESPACE, second.engine_uuid)
+    assert second.private_reason.startswith("SGLang's weights or its storage were reset at ")
     backend.close()
     assert second.is_closed
 

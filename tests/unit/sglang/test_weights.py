@@ -64,6 +64,7 @@ def test_update_closes_the_cache_until_a_flush(watch, engine, method):
     assert engine.controller.reset() == "emptied"
     assert engine.during[-1] == ("reset", True), "closed until the queues are empty"
     assert name(watch) not in (None, NAMESPACE)
+    assert watch.private_reason.startswith("SGLang's weights were updated at ")
 
 
 @pytest.mark.parametrize(

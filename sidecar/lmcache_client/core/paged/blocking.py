@@ -102,8 +102,9 @@ class BlockingAccess:
         self.engine_uuid = identity.hello.engine_uuid
         self._prefill_tokens_per_second = prefill_tokens_per_second
         self._numbers = itertools.count()
-        self._lock = threading.Lock()  # protects the next three
+        self._lock = threading.Lock()  # protects the next four
         self._namespace: bytes | None = identity.hello.namespace
+        self._private_reason = ""  # why the namespace is private after a change; empty: as in the hello
         self._requests = PageRequests(limits.lease_seconds)
         self._lineage = Lineage()
         # By the hash of the first page; only the thread uses it.
@@ -118,14 +119,15 @@ class BlockingAccess:
         """True if the client is attached to a sidecar."""
         return self._client.session is not None
 
-    def set_namespace(self, namespace: bytes | None) -> None:
+    def set_namespace(self, namespace: bytes | None, private_reason: str = "") -> None:
         """Name all later lookups and stores differently; None: nothing is found or stored.
 
+        ``private_reason``: why only this engine finds KV under the new name; empty: others find it, too.
         Loads of older lookups fail, even those that are running. Stores that are running end under the name
         with which they began.
         """
         with self._lock:
-            self._namespace = namespace
+            self._namespace, self._private_reason = namespace, private_reason
             ended = self._requests.end_all()
         for request in ended:
             self._release(request)
@@ -251,6 +253,7 @@ class BlockingAccess:
             request.request_id,
             request.keys,
             prefill_tokens_per_second=self._prefill_tokens_per_second,
+            private_reason=self._private_reason,
             timeout=TIMING.lookup_seconds,
         )
 
@@ -372,8 +375,11 @@ class BlockingAccess:
             block_tokens=size,
             reports_times=True,
         )
+        reason = self._private_reason
         self._calls.attempt(
-            lambda session: session.lookup(request_id, keys, hint=True, scheduled=scheduled, timeout=left)
+            lambda session: session.lookup(
+                request_id, keys, hint=True, scheduled=scheduled, private_reason=reason, timeout=left
+            )
         )
         times = self._times(request_id, hashes)
         self._calls.attempt(lambda session: session.release([], TIMING.lookup_seconds, [times]))
