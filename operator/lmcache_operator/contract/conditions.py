@@ -13,16 +13,16 @@ from lmcache_operator.specs import Object
 Expected = Literal[
     "AsDeclared", "Attached", "Available", "Complete", "Counting", "Encrypted", "EnginesReady", "NoEngine",
     "NotReported", "Pinned", "Reachable", "Ready", "Recommending", "Replacing", "Required", "ResizePending",
-    "Resizing", "RouterReady", "ScaledToZero", "Scaling", "ShardsReady", "Sizing", "Starting", "TenantsInUse",
-    "TenantsPending",
+    "Resizing", "RouterReady", "ScaledToZero", "Scaling", "ShardsReady", "Shared", "Sizing", "Starting",
+    "TenantsInUse", "TenantsPending",
 ]  # fmt: skip
 """Reasons of conditions that match the spec, or progress towards it."""
 Trouble = Literal[
     "ApiError", "AutoscalingFrozen", "CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError",
     "CudaIPCUnavailable", "DiskTierOff", "EncryptionKeysInvalid", "EngineNotAttached", "FailedBinding",
     "FailedCreate", "FailedMount", "FieldContested", "ImagePullBackOff", "InternalError", "InvalidSpec",
-    "MemoryNotPinned", "NameTaken", "NoAnswer", "NoEngineReady", "NodeLost", "OOMKilled", "PagesOpen",
-    "PeersNotShared", "PodFailed", "PodsWithoutCache", "ProgressDeadlineExceeded", "Refused",
+    "KVPrivate", "MemoryNotPinned", "NameTaken", "NoAnswer", "NoEngineReady", "NodeLost", "OOMKilled",
+    "PagesOpen", "PeersNotShared", "PodFailed", "PodsWithoutCache", "ProgressDeadlineExceeded", "Refused",
     "RemoteTierNotShared", "RemoteTierUnreachable", "ResizeInfeasible", "RouterNotReady", "ShardsMissing",
     "SidecarNotReady", "TenantsInvalid", "Unschedulable",
 ]  # fmt: skip

@@ -58,6 +58,7 @@ def test_all_conditions_are_documented() -> None:
     stats = {
         "is_ready": True,
         "num_clients": {"attached": 1},
+        "private_reason": "",
         "disk": {"is_reachable": True, "encryption_problem": ""},
         "remote": {"is_reachable": True},
         "transfer": {"pinned_bytes": {"engine": 1}},

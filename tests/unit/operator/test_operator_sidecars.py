@@ -100,6 +100,14 @@ PARTS = {
         "1 of 2 memory tiers are not fully pinned, so copies between them and the GPU are slow. "
         f"First: pod demo-engine-1: {UNPINNED}.",
     ),
+    "KVShared": (
+        {"private_reason": "", "disk": {}, "remote": {"is_reachable": True}},
+        {"private_reason": "block hashes have a random seed", "remote": {"is_reachable": True}},
+        ("True", "Shared", "Lower tiers hold the KV of all 1 engines."),
+        "KVPrivate",
+        "1 of 2 engines share no KV, so only the memory of their pods holds it. First: pod demo-engine-1: "
+        "block hashes have a random seed.",
+    ),
 }
 
 
@@ -125,6 +133,15 @@ def test_part_that_fails_degrades_a_cluster_that_serves(kind):
 )  # fmt: skip
 def test_invalid_pin_statistics_are_ignored(transfer: Any) -> None:
     assert Rig(GOOD | {"transfer": transfer}).polled("MemoryTierPinned") == ("", "", "")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [{"private_reason": "x"}, {"private_reason": "x", "disk": {}},
+     *({"private_reason": reason, "remote": {"is_reachable": True}} for reason in (None, ["x"]))],
+)  # fmt: skip
+def test_private_kv_is_no_problem_without_a_lower_tier_or_an_engine(part: Any) -> None:
+    assert Rig(GOOD | part).polled("KVShared") == ("", "", "")
 
 
 @pytest.mark.parametrize(

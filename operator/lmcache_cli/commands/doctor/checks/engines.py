@@ -112,7 +112,7 @@ def private_keys(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         reasons = sorted({plain(each.get("private_reason")) for each in listed} - {""})
         for reason in reasons[:1]:
             text = f"Keys are private, so only the memory tier of this pod is used: {reason}."
-            remedy = "Correct this setting of the engine (docs/guides/sidecar.md, Settings of the engine)."
-            problems.append((pod, (failure if has_lower_tier else warning)(text, remedy)))
+            remedy = "Correct the setting that the reason names, or restart the engine."
+            problems.append((pod, (failure if has_lower_tier else warning)(text, remedy, "KVPrivate")))
     good = ok("Keys are the same in all engines, so pods can share rows.")
     yield from grouped(problems, len(attached), good)

@@ -11,6 +11,7 @@ from lmcache_operator.components.engine.features.encryption import Encryption
 from lmcache_operator.components.engine.features.peers import PeersFeature
 from lmcache_operator.components.engine.features.pinning import Pinning
 from lmcache_operator.components.engine.features.remote import RemoteFeature
+from lmcache_operator.components.engine.features.sharing import Sharing
 from lmcache_operator.components.engine.features.tenants import TenantBudgets
 from lmcache_operator.components.engine.features.tokens import Tokens
 
@@ -22,6 +23,7 @@ FEATURES: tuple[PodFeature[Any], ...] = (
     DiskFeature(),
     PeersFeature(),
     Pinning(),
+    Sharing(),
     Encryption(),
     Tokens(),
     TenantBudgets(),
