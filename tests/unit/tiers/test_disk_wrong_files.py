@@ -1,10 +1,12 @@
 """A disk tier whose directory has damaged, deleted or foreign files."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.disk.files import Directory
 from lmcache_store.tiers.header import HEADER_BYTES
 from tests.harness.tiers.disk_restarts import address_of
 from tests.harness.tiers.disk_world import PAGE, content, file_of, key_of, load, store, temporaries
@@ -119,3 +121,16 @@ class TestWrongFiles:
         assert tier.indexed.wait(60)
         assert not leftover.exists()
         assert load(tier, 1) == content(1, PAGE)
+
+    def test_start_deletes_test_pages_of_dead_processes(self, path, tier, restart, monkeypatch):
+        def end(*_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as during_a_probe, ThreadPoolExecutor() as prober:
+            during_a_probe.setattr(Directory, "publish", end)
+            with pytest.raises(KeyboardInterrupt):
+                prober.submit(tier.health.probe).result()
+        assert temporaries(path)
+        tier = restart()
+        assert tier.indexed.wait(60)
+        assert not temporaries(path)

@@ -23,6 +23,7 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import stat
 import threading
 import time
@@ -96,6 +97,8 @@ class Directory:
             volume = os.fstatvfs(root)
             if volume.f_blocks * volume.f_frsize < least_bytes:
                 raise OSError(errno.ENOSPC, "the volume is too small for the tier")
+            # The scan ignores pages of checks, because other threads write them meanwhile.
+            shutil.rmtree(split_row_key(_CHECK_ID.row_key)[0].hex(), ignore_errors=True, dir_fd=root)
         except BaseException:
             os.close(root)
             raise
