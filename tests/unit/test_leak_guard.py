@@ -106,6 +106,18 @@ def test_fails_leaking_modules_and_names_the_test(run, left):
     result.stdout.no_fnmatch_line("*opened during test_[!m]*")
 
 
+def test_allows_files_of_packages_below_the_temporary_folder(run, pytester, monkeypatch):
+    """Libraries such as matplotlib never close their fonts."""
+    folder = f"{os.path.realpath(pytester.path)}/"
+    monkeypatch.setattr(leaks, "_COUNTED", (folder,))
+    monkeypatch.setattr(leaks, "_PACKAGES", (f"{folder}fonts",))
+
+    def open_font(stack: ExitStack) -> None:
+        stack.enter_context((pytester.path / "fonts.ttf").open("x"))
+
+    run("def test_sample(leak): leak()", open_font).assert_outcomes(passed=1)
+
+
 def test_allows_connections_to_a_listener_of_a_library(run):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         dial = f"import socket; socket.create_connection(('127.0.0.1', {listener.getsockname()[1]}))"
