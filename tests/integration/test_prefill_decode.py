@@ -5,6 +5,7 @@ All tests share the engines. When an engine or a sidecar fails, the decode engin
 
 import contextlib
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -223,7 +224,8 @@ def test_router_sends_prompts_to_one_pool_and_returns_answers_of_the_other(tmp_p
         for engine, sidecar in zip(engines, sidecars, strict=True):
             wait_hit(engine.wait_ready(), sidecar)
         pools = ("--prefill", engines[0].url, "--decode", engines[1].url)
-        router = RouterProcess((), "--vllm-pd-disaggregation", "--policy=round_robin", *pools)
+        checks = ("--health-check-interval-secs=2", "--health-failure-threshold=1")
+        router = RouterProcess((), "--vllm-pd-disaggregation", "--policy=round_robin", *checks, *pools)
         running.enter_context(router)
         for is_stream in (False, True):
             prompt = make_prompt(f"routed {is_stream}")
@@ -232,6 +234,18 @@ def test_router_sends_prompts_to_one_pool_and_returns_answers_of_the_other(tmp_p
             wait_loaded(sidecars, before + NUM_CHUNKS * CHUNK)
             assert tokens == ask(engines[1].url, prompt, cache_salt="reference"), "another tenant finds no KV"
             assert_nothing_leaks(sidecars)
+        engines[0].close()
+        assert failure(router.url, prompt) in (500, 503), "the router repeats no request on another engine"
+        wait_until(lambda: failure(router.url, prompt) == 503, what="the router has checked the dead engine")
+        assert ask(engines[1].url, prompt) == tokens, "without the router, the decode engine computes prompts"
+
+
+def failure(url: str, prompt: list[int]) -> int:
+    """Return the status of a request that fails."""
+    with pytest.raises(urllib.error.HTTPError) as failed:
+        ask(url, prompt)
+    with failed.value as answer:
+        return answer.code
 
 
 def ask(url: str, prompt: list[int], **options: Any) -> list[int]:
