@@ -20,7 +20,8 @@ from pathlib import Path
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.errors import SidecarError
 from lmcache_client.rpc.hello import ClientHello, Role
-from lmcache_client.rpc.session import Scheduled, SidecarSession
+from lmcache_client.rpc.kvcache_pb2 import Scheduled
+from lmcache_client.rpc.session import SidecarSession
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.base import ROW_KEY_BYTES
 from lmcache_store.tiers.memory.contracts import Slot

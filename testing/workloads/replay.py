@@ -15,7 +15,8 @@ import numpy as np
 
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.hello import ClientHello, Role
-from lmcache_client.rpc.session import Scheduled, SidecarSession
+from lmcache_client.rpc.kvcache_pb2 import Scheduled
+from lmcache_client.rpc.session import SidecarSession
 from lmcache_client.rpc.times import RequestTimes
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.base import ROW_KEY_BYTES
@@ -119,7 +120,10 @@ class Engine:
             look_up([(0, names[: num_hits * ROW_KEY_BYTES])])
         num_loaded = max(0, num_hits - num_in_engine)
         scheduled = Scheduled(
-            num_in_engine, num_in_engine + num_loaded, num_loaded * TOKENS, reports_times=True
+            num_engine_chunks=num_in_engine,
+            num_hit_chunks=num_in_engine + num_loaded,
+            num_loaded_tokens=num_loaded * TOKENS,
+            reports_times=True,
         )
         seconds = time.monotonic() - begin
         look_up([(0, names)], hint=True, scheduled=scheduled)

@@ -10,7 +10,8 @@ import pytest
 
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.hello import Role
-from lmcache_client.rpc.session import Scheduled, SidecarSession
+from lmcache_client.rpc.kvcache_pb2 import Scheduled
+from lmcache_client.rpc.session import SidecarSession
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.sidecar.wire import attached, make_hello, make_keys, slots_of, usable

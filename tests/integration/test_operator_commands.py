@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from lmcache_client.rpc.hello import Role
-from lmcache_client.rpc.session import Scheduled
+from lmcache_client.rpc.kvcache_pb2 import Scheduled
 from testing.processes import SidecarProcess
 from tests.harness.commands.plugin import (
     GET_PROXY,

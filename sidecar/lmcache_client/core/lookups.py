@@ -22,8 +22,9 @@ from lmcache_client.core.requests import RequestState, Ticket
 from lmcache_client.core.times import RequestClock
 from lmcache_client.core.waiting import PrefillRate
 from lmcache_client.rpc.client import SidecarClient
+from lmcache_client.rpc.kvcache_pb2 import Scheduled
 from lmcache_client.rpc.service import MAX_FIRST_BLOCKS, MAX_TIMES, NAME_BYTES
-from lmcache_client.rpc.session import Scheduled, SidecarSession
+from lmcache_client.rpc.session import SidecarSession
 from lmcache_store.common.timing import TIMING
 from lmcache_store.common.units import ceil_div
 from lmcache_store.tiers.memory.contracts import LookupResult
@@ -141,13 +142,13 @@ class LookupThread:
         blocks = ticket.first_hashes[:MAX_FIRST_BLOCKS]
         first_blocks = b"".join(block[-NAME_BYTES:] for block in blocks)
         scheduled = Scheduled(
-            num_held,
-            max(num_held, num_loaded),
-            num_tokens,
-            state.request.num_tokens,
-            num_engine,
-            first_blocks,
-            self._grid.hash_tokens,
+            num_engine_chunks=num_held,
+            num_hit_chunks=max(num_held, num_loaded),
+            num_loaded_tokens=num_tokens,
+            num_prompt_tokens=state.request.num_tokens,
+            num_engine_tokens=num_engine,
+            first_blocks=first_blocks,
+            block_tokens=self._grid.hash_tokens,
             reports_times=state.clock is not None,
         )
         if state.clock is not None:

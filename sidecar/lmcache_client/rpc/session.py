@@ -63,19 +63,6 @@ class BlockCopy(NamedTuple):
     """Numbers of all blocks that a row of the group holds, in their order."""
 
 
-class Scheduled(NamedTuple):
-    """How a scheduled request gets its chunks. The fields are those of ``kvcache.proto``."""
-
-    num_engine_chunks: int = 0
-    num_hit_chunks: int = 0
-    num_loaded_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_engine_tokens: int = 0
-    first_blocks: bytes = b""
-    block_tokens: int = 0
-    reports_times: bool = False
-
-
 class SidecarSession:
     """One epoch: from an Attach to the end of its stream. All calls raise only ``SidecarError``."""
 
@@ -147,7 +134,7 @@ class SidecarSession:
         tenant: bytes = b"",
         prefill_tokens_per_second: float = 0.0,
         hint: bool = False,
-        scheduled: Scheduled | None = None,
+        scheduled: pb.Scheduled | None = None,
         num_handed_over: int = 0,
         private_reason: str = "",
         timeout: float | None = None,
@@ -182,7 +169,7 @@ class SidecarSession:
             tenant=tenant,
             prefill_tokens_per_second=prefill_tokens_per_second,
             hint=hint,
-            scheduled=pb.Scheduled(**scheduled._asdict()) if scheduled is not None else None,
+            scheduled=scheduled,
             num_handed_over_chunks=num_handed_over,
             private_reason=private_reason,
         )

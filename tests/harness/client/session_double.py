@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from lmcache_client.rpc.errors import SidecarUnavailableError
-from lmcache_client.rpc.session import BlockCopy, Scheduled, StoreCopier
+from lmcache_client.rpc.kvcache_pb2 import Scheduled
+from lmcache_client.rpc.session import BlockCopy, StoreCopier
 from lmcache_client.rpc.times import RequestTimes
 from lmcache_store.tiers.base import ROW_KEY_BYTES
 from lmcache_store.tiers.memory.contracts import Found, Located, LookupResult, Reservation, Reserved, Slot

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Iterator
 
 from lmcache_client.rpc.hello import Role
-from lmcache_client.rpc.session import Scheduled, SidecarSession
+from lmcache_client.rpc.kvcache_pb2 import Scheduled
+from lmcache_client.rpc.session import SidecarSession
 from testing.processes import SidecarProcess
 from tests.harness.engine import session_of, store
 from tests.harness.sidecar.wire import make_keys

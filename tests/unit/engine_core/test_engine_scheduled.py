@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmcache_client.rpc.session import Scheduled
+from lmcache_client.rpc.kvcache_pb2 import Scheduled
 from tests.harness.client.scheduler_rig import blocks, make_request
 
 CHUNK = 64
@@ -18,7 +18,16 @@ def figures(
     num_engine: int, num_hit: int, num_loaded: int, prompt: int = 200, computed: int = 0
 ) -> Scheduled:
     """Expected report: chunks in the engine, chunks of the hit, and tokens."""
-    return Scheduled(num_engine, num_hit, num_loaded, prompt, computed, b"p0", 32, reports_times=True)
+    return Scheduled(
+        num_engine_chunks=num_engine,
+        num_hit_chunks=num_hit,
+        num_loaded_tokens=num_loaded,
+        num_prompt_tokens=prompt,
+        num_engine_tokens=computed,
+        first_blocks=b"p0",
+        block_tokens=32,
+        reports_times=True,
+    )
 
 
 @pytest.mark.parametrize(

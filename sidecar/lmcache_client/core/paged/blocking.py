@@ -31,7 +31,8 @@ from lmcache_client.core.paged.page_requests import Lineage, PageRequest, PageRe
 from lmcache_client.core.transfers import LoadTransfer, StoreTransfer
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.errors import SidecarError
-from lmcache_client.rpc.session import Scheduled, SidecarSession
+from lmcache_client.rpc.kvcache_pb2 import Scheduled
+from lmcache_client.rpc.session import SidecarSession
 from lmcache_client.rpc.times import RequestTimes
 from lmcache_store.common.recent import Recent
 from lmcache_store.common.timing import TIMING
