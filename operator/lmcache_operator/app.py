@@ -35,15 +35,7 @@ from lmcache_operator.kube.watch import login
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.reconciler import Reconciler
 from lmcache_operator.specs import Object
-from lmcache_operator.specs.kinds import (
-    CERTIFICATE,
-    CLUSTER,
-    PROFILE,
-    SECRET,
-    ClusterKey,
-    Kind,
-    owner_key,
-)
+from lmcache_operator.specs.kinds import CERTIFICATE, CLUSTER, PROFILE, SECRET, ClusterKey, Kind, owner_key
 from lmcache_operator.specs.merge import dig
 from lmcache_operator.specs.names import FIELD_MANAGER, MANAGED_BY_LABEL
 from lmcache_operator.stats import StatsClient

@@ -23,13 +23,7 @@ from lmcache_operator.contract.base import OTHER_ENGINES, Context
 from lmcache_operator.errors import FileError, InvalidSpecError
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.cluster_refs import with_lenders
-from lmcache_operator.specs.names import (
-    ENGINE,
-    ROUTER_IMAGE,
-    SHARD_IMAGE,
-    SIDECAR,
-    STOCK_IMAGES,
-)
+from lmcache_operator.specs.names import ENGINE, ROUTER_IMAGE, SHARD_IMAGE, SIDECAR, STOCK_IMAGES
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -73,8 +73,7 @@ class EngineSpec(Part):
         rules=(Rule("self == oldSelf", "cannot be changed: create another LMCacheCluster", lambda _: True),),
     )
     image: str | None = field(
-        f"Image with {VERSIONS}, by kind. Default: see lmcache-operator --help.",
-        **IMAGE_NAME,
+        f"Image with {VERSIONS}, by kind. Default: see lmcache-operator --help.", **IMAGE_NAME
     )
     replicas: int = field("Number of engine pods. Autoscalers change it.", default=1, minimum=0, maximum=1000)
     gpu: GpuSpec = field("GPUs of one pod.", default={})

@@ -17,10 +17,7 @@ FIELD_MANAGER = "lmcache-operator"
 CLUSTER_LABEL = "lmcache.io/cluster"
 COMPONENT_LABEL = "lmcache.io/component"
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
-OPERATOR_LABELS = {
-    "app.kubernetes.io/component": "operator",
-    "app.kubernetes.io/part-of": "lmcache-cluster",
-}
+OPERATOR_LABELS = {"app.kubernetes.io/component": "operator", "app.kubernetes.io/part-of": "lmcache-cluster"}
 """Labels of the operator's own pod, as the chart sets them."""
 
 SPEC_HASH = "lmcache.io/spec-hash"
@@ -68,10 +65,7 @@ AUTOSCALING = "autoscaling"
 ENGINE = "engine"
 SIDECAR = "sidecar"
 PAYLOAD = "payload"
-STOCK_IMAGES: Images = {
-    ENGINE: VLLM.image,
-    SIDECAR: f"ghcr.io/lmcache-cluster/sidecar:{__version__}",
-}
+STOCK_IMAGES: Images = {ENGINE: VLLM.image, SIDECAR: f"ghcr.io/lmcache-cluster/sidecar:{__version__}"}
 """Default images by container. The operator's flags may name others."""
 
 ENGINE_PORT = 8000

@@ -46,12 +46,7 @@ def headless_service(selector: dict[str, str], *ports: Object) -> Object:
     Prometheus can then scrape a sidecar before its engine has loaded the model. No resolver caches a negative
     answer about a new shard.
     """
-    return {
-        "clusterIP": "None",
-        "ports": list(ports),
-        "publishNotReadyAddresses": True,
-        "selector": selector,
-    }
+    return {"clusterIP": "None", "ports": list(ports), "publishNotReadyAddresses": True, "selector": selector}
 
 
 def disruption_budget(selector: dict[str, str]) -> Object:

@@ -53,13 +53,7 @@ class SidecarClient:
     In a forked child, the client is detached. ``close`` runs at interpreter exit if it was not called before.
     """
 
-    def __init__(
-        self,
-        socket_path: str,
-        hello: ClientHello,
-        *,
-        on_rows: OnRows | None = None,
-    ) -> None:
+    def __init__(self, socket_path: str, hello: ClientHello, *, on_rows: OnRows | None = None) -> None:
         """Create a detached client; ``start`` attaches it.
 
         Args:

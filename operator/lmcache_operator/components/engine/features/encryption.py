@@ -18,10 +18,7 @@ from lmcache_operator.specs import Object, names, paths
 from lmcache_operator.specs.merge import dig
 from lmcache_store.common.text import plain
 
-OPTIONS = {
-    "disk": "LMCACHE_DISK_ENCRYPTION_KEYS_DIR",
-    "remote": "LMCACHE_REMOTE_ENCRYPTION_KEYS_DIR",
-}
+OPTIONS = {"disk": "LMCACHE_DISK_ENCRYPTION_KEYS_DIR", "remote": "LMCACHE_REMOTE_ENCRYPTION_KEYS_DIR"}
 """Variable of the sidecar with the directory of the keys, by tier.
 
 These are variables and not keys of the shared file, because only pods that mount the keys may get them.
