@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -36,54 +36,26 @@ PIECE_BYTES = PART_BYTES
 _MARKER_BYTES = HEADER_BYTES + OVERHEAD_BYTES
 
 
-class FileFormat(Protocol):
-    """How the file of an object is named, written and read."""
+class PlainFiles:
+    """A header with the payload's checksum, then the payload."""
 
     def stored_id(self, object_id: ObjectId) -> StoredId:
         """Return the name of an object's file."""
-
-    def num_bytes(self, length: int) -> int:
-        """Return the length of the file of a payload."""
-
-    def is_aligned(self, payload: memoryview) -> bool:
-        """Say whether all transfers of a payload use page-aligned memory, as O_DIRECT requires."""
-
-    def write(
-        self, fd: int, object_id: ObjectId, payload: memoryview, label: bytes, part_digests: bytes
-    ) -> None:
-        """Write an object into an empty file. Raises OSError."""
-
-    def read(self, fd: int, object_id: ObjectId, into: memoryview, expected: int | None) -> Loaded:
-        """Read and verify an object, of ``expected`` bytes if that is known.
-
-        Raises OSError, InvalidObjectError or KeyAbsentError."""
-
-    def is_readable(self, fd: int, object_id: ObjectId) -> bool:
-        """Say whether the first page allows to read the object. The payload is not read.
-
-        Raises OSError, InvalidObjectError or KeyAbsentError."""
-
-
-class PlainFiles:
-    """A header with the payload's checksum, then the payload. See ``FileFormat``."""
-
-    def stored_id(self, object_id: ObjectId) -> StoredId:
-        """See FileFormat."""
         return StoredId(object_id)
 
     def num_bytes(self, length: int) -> int:
-        """See FileFormat."""
+        """Return the length of the file of a payload."""
         return PAGE_BYTES + round_up(length, PAGE_BYTES)
 
     def is_aligned(self, payload: memoryview) -> bool:
-        """See FileFormat."""
+        """Say whether all transfers of a payload use page-aligned memory, as O_DIRECT requires."""
         address: int = np.frombuffer(payload, np.uint8).__array_interface__["data"][0]
         return address % PAGE_BYTES == 0
 
     def write(
         self, fd: int, object_id: ObjectId, payload: memoryview, label: bytes, part_digests: bytes
     ) -> None:
-        """See FileFormat."""
+        """Write an object into an empty file. Raises OSError."""
         length = len(payload)
         checksum = combined(part_digests or digests(payload))
         whole = length // PAGE_BYTES * PAGE_BYTES
@@ -94,7 +66,9 @@ class PlainFiles:
         _check_written(written, len(pages) + whole)
 
     def read(self, fd: int, object_id: ObjectId, into: memoryview, expected: int | None) -> Loaded:
-        """See FileFormat."""
+        """Read and verify an object, of ``expected`` bytes if that is known.
+
+        Raises OSError, InvalidObjectError or KeyAbsentError."""
         file_bytes = _file_bytes(fd)
         stored = file_bytes - PAGE_BYTES
         whole = max(0, stored - PAGE_BYTES)  # the last page may not fit into ``into``
@@ -114,13 +88,15 @@ class PlainFiles:
         return Loaded(length, part_digests)
 
     def is_readable(self, fd: int, object_id: ObjectId) -> bool:
-        """See FileFormat. A load shows whether the content is valid."""
+        """Say whether the first page allows to read the object. A load shows whether the content is valid.
+
+        Raises OSError, InvalidObjectError or KeyAbsentError."""
         _file_bytes(fd)
         return True
 
 
 class EncryptedFiles:
-    """An encrypted header, then encrypted pieces. See ``FileFormat``.
+    """An encrypted header, then encrypted pieces. See ``PlainFiles``.
 
     The tags of the pieces show damage of the file. The header has the payload's checksum only if the caller
     knows the digests: the tags can't show that the payload changed between its digests and its encryption.
@@ -132,22 +108,22 @@ class EncryptedFiles:
         self._cipher = cipher
 
     def stored_id(self, object_id: ObjectId) -> StoredId:
-        """See FileFormat."""
+        """See PlainFiles."""
         return StoredId(ObjectId(stored_key(object_id.row_key), object_id.column))
 
     def num_bytes(self, length: int) -> int:
-        """See FileFormat."""
+        """See PlainFiles."""
         num_whole, rest = divmod(length, PIECE_BYTES)
         return PAGE_BYTES + num_whole * _padded(PIECE_BYTES) + _padded(rest)
 
     def is_aligned(self, payload: memoryview) -> bool:
-        """See FileFormat."""
+        """See PlainFiles."""
         return True
 
     def write(
         self, fd: int, object_id: ObjectId, payload: memoryview, label: bytes, part_digests: bytes
     ) -> None:
-        """See FileFormat. The first write covers the header's page and the first piece."""
+        """See PlainFiles. The first write covers the header's page and the first piece."""
         total, begin, position = len(payload), PAGE_BYTES, 0
         buffer = self._cipher.buffer(PAGE_BYTES + _padded(min(total, PIECE_BYTES)))
         checksum = combined(part_digests) if part_digests else NO_CHECKSUM
@@ -165,7 +141,7 @@ class EncryptedFiles:
             begin, position = 0, position + end
 
     def read(self, fd: int, object_id: ObjectId, into: memoryview, expected: int | None) -> Loaded:
-        """See FileFormat. The first read covers the header's page and the first piece."""
+        """See PlainFiles. The first read covers the header's page and the first piece."""
         file_bytes = _file_bytes(fd)
         if file_bytes < PAGE_BYTES or file_bytes % PAGE_BYTES:
             raise InvalidObjectError("length")
@@ -190,7 +166,7 @@ class EncryptedFiles:
         return Loaded(total, part_digests)
 
     def is_readable(self, fd: int, object_id: ObjectId) -> bool:
-        """See FileFormat. The key version may be absent."""
+        """See PlainFiles. The key version may be absent."""
         _file_bytes(fd)
         self._parse_page(object_id, self._read_some(fd, PAGE_BYTES, 0))
         return True
@@ -206,6 +182,10 @@ class EncryptedFiles:
         if os.preadv(fd, [buffer], position) != num_bytes:
             raise InvalidObjectError("length")
         return buffer
+
+
+FileFormat: TypeAlias = PlainFiles | EncryptedFiles
+"""How the files of a tier are named, written and read."""
 
 
 def _padded(length: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 import xxhash
 
@@ -24,73 +24,45 @@ _SEALED_PLACE = struct.Struct("<68sQQ")
 """Fields of a seal besides the piece: object id, length of the payload, position of the piece in it."""
 
 
-class ValueFormat(Protocol):
-    """How pieces and markers are written and read."""
+class PlainValues:
+    """Pieces that a checksum follows."""
 
-    marker_bytes: int
-    """Length of a marker."""
+    marker_bytes = HEADER_BYTES
 
     def prefix(self, prefix: str) -> str:
         """Return the first part of the names of this format. ``prefix``: that of the tier."""
+        return prefix
 
     def stored_key(self, row_key: RowKey) -> RowKey:
         """Return the key by which Redis names a row."""
+        return row_key
 
     def pack_marker(self, object_id: ObjectId, header: Header) -> Buffer:
         """Return the value of a marker."""
+        return header.pack()
 
     def parse_marker(self, object_id: ObjectId, marker: Buffer) -> Header:
         """Return the header in a marker. Raises InvalidObjectError or KeyAbsentError."""
+        return parse_of(object_id, marker)
 
     def pack_piece(self, place: PiecePlace, piece: memoryview) -> Sequence[Buffer]:
         """Return the value of a piece, in buffers that are valid until the next call in this thread."""
+        return [piece, seal_of(place.object_id, place.total_bytes, place.start, piece)]
 
     def buffers(self, piece: memoryview) -> Sequence[memoryview]:
         """Return the memory into which to read the value of a piece that has the length of ``piece``."""
+        return [piece, memoryview(bytearray(SEAL_BYTES))]
 
     def finish_piece(self, place: PiecePlace, buffers: Sequence[memoryview], piece: memoryview) -> None:
         """Check the value that was read into ``buffers``. Its content is then in ``piece``.
 
         Raises InvalidObjectError or KeyAbsentError."""
-
-
-class PlainValues:
-    """Pieces that a checksum follows. See ``ValueFormat``."""
-
-    marker_bytes = HEADER_BYTES
-
-    def prefix(self, prefix: str) -> str:
-        """See ValueFormat."""
-        return prefix
-
-    def stored_key(self, row_key: RowKey) -> RowKey:
-        """See ValueFormat."""
-        return row_key
-
-    def pack_marker(self, object_id: ObjectId, header: Header) -> Buffer:
-        """See ValueFormat."""
-        return header.pack()
-
-    def parse_marker(self, object_id: ObjectId, marker: Buffer) -> Header:
-        """See ValueFormat."""
-        return parse_of(object_id, marker)
-
-    def pack_piece(self, place: PiecePlace, piece: memoryview) -> Sequence[Buffer]:
-        """See ValueFormat."""
-        return [piece, seal_of(place.object_id, place.total_bytes, place.start, piece)]
-
-    def buffers(self, piece: memoryview) -> Sequence[memoryview]:
-        """See ValueFormat."""
-        return [piece, memoryview(bytearray(SEAL_BYTES))]
-
-    def finish_piece(self, place: PiecePlace, buffers: Sequence[memoryview], piece: memoryview) -> None:
-        """See ValueFormat."""
         if seal_of(place.object_id, place.total_bytes, place.start, piece) != buffers[1]:
             raise InvalidObjectError("checksum")
 
 
 class EncryptedValues:
-    """Encrypted pieces and markers. See ``ValueFormat``.
+    """Encrypted pieces and markers. See ``PlainValues``.
 
     The tag of a piece takes the place of the seal, so the ciphertext is not hashed.
     """
@@ -101,40 +73,42 @@ class EncryptedValues:
         self._cipher = cipher
 
     def prefix(self, prefix: str) -> str:
-        """See ValueFormat."""
+        """See PlainValues."""
         return f"{prefix}:enc"
 
     def stored_key(self, row_key: RowKey) -> RowKey:
-        """See ValueFormat."""
+        """See PlainValues."""
         return stored_key(row_key)
 
     def pack_marker(self, object_id: ObjectId, header: Header) -> Buffer:
-        """See ValueFormat."""
+        """See PlainValues."""
         marker = memoryview(bytearray(self.marker_bytes))
         self._cipher.encrypt(PiecePlace.of_header(object_id), header.pack(), marker)
         return marker
 
     def parse_marker(self, object_id: ObjectId, marker: Buffer) -> Header:
-        """See ValueFormat."""
+        """See PlainValues."""
         header = memoryview(bytearray(HEADER_BYTES))
         self._cipher.decrypt(PiecePlace.of_header(object_id), memoryview(marker), header)
         return parse_of(object_id, header)
 
     def pack_piece(self, place: PiecePlace, piece: memoryview) -> Sequence[Buffer]:
-        """See ValueFormat."""
+        """See PlainValues."""
         (value,) = self.buffers(piece)
         self._cipher.encrypt(place, piece, value)
         return [value]
 
     def buffers(self, piece: memoryview) -> Sequence[memoryview]:
-        """See ValueFormat."""
+        """See PlainValues."""
         return [self._cipher.buffer(len(piece) + OVERHEAD_BYTES)]
 
     def finish_piece(self, place: PiecePlace, buffers: Sequence[memoryview], piece: memoryview) -> None:
-        """See ValueFormat."""
+        """See PlainValues."""
         self._cipher.decrypt(place, buffers[0], piece)
 
 
+ValueFormat: TypeAlias = PlainValues | EncryptedValues
+"""How the pieces and markers of a tier are written and read."""
 PLAIN: ValueFormat = PlainValues()
 
 
