@@ -71,6 +71,26 @@ def test_restarted_redis_gets_hit_rows_again(server, sidecar, attach):
     wait_until(hit)
 
 
+def test_rows_that_are_hit_in_an_outage_are_stored_after_it(server, sidecar, connect):
+    """The outage lasts from before a restart of the sidecar, and only hits follow it."""
+    session = attached(client := connect())
+    store(session, *ROWS)
+    sidecar.wait_until(lambda stats: stats["remote"]["written"] == len(ROWS))
+    server.kill()
+    sidecar.restart()
+    session = attached(client, newer_than=session)
+    usable(sidecar)
+
+    def hit() -> bool:
+        return len(load(session, session, "hit", *ROWS)) == len(ROWS)
+
+    wait_until(hit)
+    assert not sidecar.settled()["remote"]["is_reachable"]
+    server.start()
+    sidecar.wait_until(lambda stats: stats["remote"]["is_reachable"])
+    wait_until(lambda: hit() and num_stored(server) == len(ROWS))
+
+
 @pytest.mark.parametrize("refusing", ["full", "read-only"])
 def test_refused_rows_are_stored_when_redis_accepts_them(server, sidecar, attach, refusing):
     if refusing == "full":

@@ -120,9 +120,7 @@ class Circuit(MediumHealth):
                 self._log(repr(error), bug=error)
             self._open()
             return False
-        if self.is_open:
-            self.restarted()
-            self._close()
+        self._close()
         return True
 
     def end(self, timeout_seconds: float | None = None) -> None:
@@ -150,6 +148,7 @@ class Circuit(MediumHealth):
     def _close(self) -> None:
         with self._lock:
             was_open, self._next_probe = self.is_open, None
+            self._num_outages += was_open
         if was_open:
             level = logging.INFO if self._is_recovery_due else logging.DEBUG
             logger.log(level, "%s is available again", self._name)

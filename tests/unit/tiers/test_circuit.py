@@ -72,7 +72,7 @@ class TestCircuit:
         assert not self.circuit.is_open
         self.circuit.failure()
         assert self.circuit.seconds_to_probe == pytest.approx(0.1)
-        assert self.circuit.num_outages == 0
+        assert self.circuit.num_outages == 1, "the outage that ended"
 
     def test_successful_probe_closes_without_resetting_the_backoff(self, medium):
         self.circuit = self.make(medium, HOUR, 9 * HOUR)

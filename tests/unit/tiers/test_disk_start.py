@@ -47,7 +47,7 @@ def test_finds_objects_by_name_before_the_index_is_complete(tier):
     assert num_leading(tier, [key_of(1), key_of(2), key_of(3)], 1) == 2
     assert load(tier, 1) == content(1, PAGE)
     assert load(tier, 3) is None
-    tier.touch([key_of(1)], 1)
+    assert tier.touch([key_of(1), key_of(3)], 1) == {key_of(3)}
     assert store(tier, 1)  # the object is present
     assert not tier.indexed.is_set()
 

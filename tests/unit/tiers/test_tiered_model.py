@@ -330,11 +330,20 @@ class TieredMachine(RuleBasedStateMachine):
         assert len(self.world.store._promotions._pending) <= NUM_ROWS
 
     def check_hit_rows_are_written(self) -> None:
-        """Check that a hit writes each resident row to the lower tiers, and that no more writes follow."""
+        """Check that a hit after an outage writes each resident row to the lower tiers, although it was hit
+        in the outage, too, and that no more writes follow."""
         store = self.world.store
         self.admit = Admit.ALL
 
         async def end() -> None:
+            for name, tier in self.tiers.items():
+                self.change(name, "unhealthy")
+                tier.health.failure("an outage")
+            for key in [key for key in KEYS if store.memory.is_resident(key)]:
+                self.hit_and_check_written(key)
+            await until(lambda: not store.pending_work["refresh"])
+            self.heal_all()
+            await until(lambda: all(lower.is_healthy for lower in store.lower.values()))
             for key in [key for key in KEYS if store.memory.is_resident(key)]:
                 await until(lambda key=key: self.hit_and_check_written(key))
             await until(lambda: self.world.is_idle)
@@ -350,7 +359,7 @@ class TieredMachine(RuleBasedStateMachine):
         self.run(end())
 
     def hit_and_check_written(self, key: bytes) -> bool:
-        self.world.now += 1.0
+        self.world.now += 0.001  # the period of refreshes is longer than the test
         self.world.lookup([key], "a")
         self.release("a")
         is_in_memory = self.world.store.memory.is_resident(key)

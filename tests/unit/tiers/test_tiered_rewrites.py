@@ -31,6 +31,34 @@ async def test_hit_writes_rows_that_an_earlier_process_has_not_written():
         await until(lambda: written(world) == set(chain(3)))
 
 
+@pytest.mark.parametrize("outage", ["before the hit", "at the hit", "a hung operation"])
+@in_a_loop
+async def test_hits_of_an_outage_leave_no_row_unwritten_after_it(outage):
+    async with World() as killed:
+        await killed.write(chain(3))
+    remote = FakeTier()  # it is empty
+    async with World(arena=killed.arena, remote=remote) as world:
+        world.store.memory.release_adopted()
+        remote.is_unhealthy = outage != "a hung operation"
+        if outage == "before the hit":
+            remote.health.failure("unhealthy")
+            await until(lambda: not world.lower.is_healthy)
+        elif not remote.is_unhealthy:
+            remote.hold("probe")
+            assert world.lookup(chain(1, start=50), "another").is_probing
+            await until(lambda: remote.num_waiting)
+            world.now += 10.0
+            assert not world.lower.is_healthy
+        await world.until_resident(chain(3))
+        await until(lambda: not world.store.pending_work["refresh"])
+        assert not written(world)
+        remote.is_unhealthy = False
+        remote.open.set()
+        await until(lambda: world.lower.is_healthy)  # the circuit's own probe closes it
+        world.lookup(chain(3))
+        await until(lambda: written(world) == set(chain(3)))
+
+
 @run
 async def test_hits_of_all_groups_of_a_request_are_processed(world):
     """The groups are looked up separately under the same lease."""

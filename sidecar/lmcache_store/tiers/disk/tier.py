@@ -153,14 +153,14 @@ class DiskTier:
             return {} if self._index is None else dict(self._index.bytes_by_owner)
 
     def touch(self, keys: Sequence[RowKey], num_columns: int) -> set[RowKey]:
-        """See LowerTier. Returns no rows before ``indexed``."""
+        """See LowerTier."""
         rows = {self._stored_id(ObjectId(key, n)): key for key in keys for n in range(num_columns)}
         with self._watching():
             with self._lock:
                 indexed = list(rows) if self._index is None else self._index.touch(rows)
             missing = {each for each in indexed if not self._directory.refresh(each)}
             absent = missing | (rows.keys() - set(indexed))
-            return set() if self._index is None else {rows[each] for each in absent}
+            return {rows[each] for each in absent}
 
     def remove(self, object_id: ObjectId) -> bool:
         """Delete one object. False: it was not stored."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from lmcache_store.tiers.base import RowKey
 from lmcache_store.tiers.memory.contracts import Slot
@@ -35,20 +35,24 @@ class RefreshQueue:
         write: Callable[[Write], None],
         touch: Callable[[Mapping[RowKey, Slot]], None],
         residence_seconds: Callable[[], float],
+        num_outages: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
         """``write`` writes a row to all lower tiers. ``touch`` touches their copies. ``residence_seconds``
-        returns how long all of them keep an unused copy."""
+        returns how long all of them keep an unused copy, and ``num_outages`` counts their outages that
+        ended."""
         self._write = write
         self._touch = touch
         self._residence_seconds = residence_seconds
+        self._count_outages = num_outages
+        self._num_outages = 0
         self._seconds = REFRESH_SECONDS
         self._clock = clock
         # By lease and first key: a request has one chain per KV group, and looks up a long chain in parts.
         self._latest: dict[Hashable, tuple[Sequence[RowKey], Sequence[Slot]]] = {}
         self.has_hits = asyncio.Event()  # set until all hits are processed
         self._fresh_since = array("d", [-math.inf]) * num_rows  # by row: time of the last write or touch
-        self._doubted_at = -math.inf  # copies that were fresh at this time may be lost
+        self._doubted_at = -math.inf  # an outage had ended: copies that were fresh then may be lost
         self._unused: dict[int, Write] = {}  # by row: stored rows without a hit
 
     def add(self, lease_id: Hashable, keys: Sequence[RowKey], slots: Sequence[Slot]) -> None:
@@ -64,9 +68,10 @@ class RefreshQueue:
         """Note that a tier lacks a copy of a row: check again at a hit after ``_OFFER_SECONDS``."""
         self._fresh_since[slot.row] = self._clock() - self._seconds + _OFFER_SECONDS
 
-    def doubt_all(self) -> None:
-        """Note that any copy may be lost: check the copies of rows that are hit."""
-        self._doubted_at = self._clock()
+    def retry_all(self, slots: Iterable[Slot]) -> None:
+        """Note that a tier could not be asked for copies of these rows: check again at the next hit."""
+        for slot in slots:
+            self._fresh_since[slot.row] = -math.inf
 
     def write_on_reuse(self, write: Write) -> None:
         """Write the row at its first hit."""
@@ -79,6 +84,8 @@ class RefreshQueue:
             await asyncio.sleep(_PAUSE_SECONDS)
             seconds = self._residence_seconds() / _REFRESHES
             self._seconds = min(max(seconds, _MIN_REFRESH_SECONDS), REFRESH_SECONDS)
+            if (num_outages := self._count_outages()) != self._num_outages:
+                self._num_outages, self._doubted_at = num_outages, self._clock()
             due: dict[RowKey, Slot] = {}
             while self._latest:
                 _, (keys, slots) = self._latest.popitem()

@@ -77,7 +77,8 @@ class TieredStore:
         self._outstanding = Outstanding()  # rows to checksum, and rows to write to each tier
         self._tasks = Tasks()
         self._checksums = Checksums(self.memory)
-        self._refresh = RefreshQueue(arena.num_rows, self._write, self._touch, self._residence_seconds, clock)
+        asked = self._residence_seconds, self._num_outages
+        self._refresh = RefreshQueue(arena.num_rows, self._write, self._touch, *asked, clock)
         counts, shared = stats or {}, (self.memory, self._labels, self._outstanding, self._refresh)
         self.lower = {
             name: TierWorker(name, tier, *shared, counts.get(name) or TieredStats(), clock)
@@ -251,6 +252,9 @@ class TieredStore:
 
     def _residence_seconds(self) -> float:
         return min((worker.residence_seconds for worker in self._written), default=math.inf)
+
+    def _num_outages(self) -> int:
+        return sum(worker.num_outages for worker in self._written)
 
     # ---- for other pods ----
 

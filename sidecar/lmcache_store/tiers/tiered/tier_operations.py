@@ -10,7 +10,6 @@ from typing import TypeVar
 from lmcache_store.common.threads import NICENESS
 from lmcache_store.tiers.base import LowerTier
 from lmcache_store.tiers.errors import TierUnavailableError
-from lmcache_store.tiers.tiered.refresh import RefreshQueue
 from lmcache_store.tiers.tiered.tasks import Tasks, Turns, Workers
 
 T = TypeVar("T")
@@ -27,18 +26,13 @@ Tiers have deadlines, but a disk's system call may hang in the kernel."""
 
 
 class TierOperations:
-    """Threads of one lower tier, and its health. Belongs to the event loop; only the threads use ``tier``.
+    """Threads of one lower tier, and its health. Belongs to the event loop; only the threads use ``tier``."""
 
-    ``refresh`` learns of outages, after which copies in the tier may be missing.
-    """
-
-    def __init__(self, name: str, tier: LowerTier, refresh: RefreshQueue, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, tier: LowerTier, clock: Callable[[], float]) -> None:
         self.name = name
         self._tier = tier
-        self._refresh = refresh
         self._clock = clock
         self._stuck_seconds = _STUCK_SECONDS
-        self._num_outages = tier.health.num_outages
         self._loop = asyncio.get_running_loop()
         tier.health.subscribe(self._on_health)
         self._up = asyncio.Event()  # set while the tier's circuit is closed
@@ -63,6 +57,11 @@ class TierOperations:
     def takes_writes(self) -> bool:
         """See LowerTier."""
         return self._tier.takes_writes
+
+    @property
+    def num_outages(self) -> int:
+        """Number of events after which copies in the tier may be missing; see MediumHealth."""
+        return self._tier.health.num_outages
 
     @property
     def residence_seconds(self) -> float:
@@ -107,9 +106,6 @@ class TierOperations:
             raise
         finally:
             del self._running[name]
-            if self._num_outages != self._tier.health.num_outages:
-                self._num_outages = self._tier.health.num_outages
-                self._refresh.doubt_all()
 
     def _on_health(self, failed: bool) -> None:
         """Called in any thread, even after the loop has ended."""

@@ -63,7 +63,7 @@ class TierWorker(TierOperations):
         stats: TieredStats,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(name, tier, refresh, clock)
+        super().__init__(name, tier, clock)
         self.stats = stats
         self.num_loads = 0  # rows that are being loaded, or wait for their turn
         self.num_touches = 0  # rows to be touched
@@ -71,6 +71,7 @@ class TierWorker(TierOperations):
         self._num_columns = memory.arena.table.num_columns
         self._labels = labels
         self._outstanding = outstanding
+        self._refresh = refresh
         self._queue = WriteQueue(memory.num_frames // 4)
         self._has_writes = asyncio.Event()
         self._unwritten: set[Slot] = set()  # queued, or being written
@@ -176,18 +177,22 @@ class TierWorker(TierOperations):
 
     def touch(self, rows: Sequence[tuple[RowKey, Slot]]) -> None:
         """Mark the copies of rows that were hit in memory as recently used, in the background, and write
-        missing copies. Does nothing while the tier is unhealthy."""
+        missing copies. While the tier is unhealthy, their next hits do so."""
+        if not self.is_healthy:
+            self._refresh.retry_all(slot for _, slot in rows)
+            return
         for first in range(0, len(rows), _MAX_TOUCH):
-            if self.is_healthy:
-                part = rows[first : first + _MAX_TOUCH]
-                self.num_touches += len(part)
-                self._tasks.spawn(self._touch(part))
+            part = rows[first : first + _MAX_TOUCH]
+            self.num_touches += len(part)
+            self._tasks.spawn(self._touch(part))
 
     async def _touch(self, rows: Sequence[tuple[RowKey, Slot]]) -> None:
         absent: set[RowKey] = set()
         keys = [key for key, _ in rows]
-        with contextlib.suppress(TierUnavailableError):
+        try:
             absent = await self._run(self._writers, lambda: self._tier.touch(keys, self._num_columns))
+        except TierUnavailableError:
+            self._refresh.retry_all(slot for _, slot in rows)
         for key, slot in rows:
             if key in absent and slot not in self._refused:
                 self.write(Write(slot, self._memory.describe(slot)[1]))
