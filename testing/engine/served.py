@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 from testing.engine import kv_digests, simulated_gpu
 
 KV_FILE = "kv.jsonl"
+
+LOAD_GATE = "LMCACHE_TEST_LOAD_GATE"
+"""Path of a file. While it exists, loads wait. A process whose load waits writes to it."""
 
 
 # Wait for late stores of blocks that slid out of windows. A busy machine would otherwise miss more.
@@ -36,11 +40,29 @@ def _record_kv() -> None:
     EngineCore.__init__ = initialize_and_watch
 
 
+def _hold_loads(gate: Path) -> None:
+    from lmcache_client.core.copier import CpuCopier
+
+    load = CpuCopier.load
+
+    def wait_and_load(*args: Any) -> None:
+        while gate.exists():
+            with gate.open("r+") as file:
+                file.write("waiting")
+            time.sleep(0.001)
+        load(*args)
+
+    CpuCopier.load = wait_and_load  # type: ignore[assignment,method-assign]
+
+
 # The processes of engine core and workers start with this module as multiprocessing's main module.
 if __name__ == "__mp_main__":
     _device_memory = simulated_gpu.kv_in_device_memory()  # undone if it were garbage-collected
     _device_memory.__enter__()
     _record_kv()
+
+if LOAD_GATE in os.environ:
+    _hold_loads(Path(os.environ[LOAD_GATE]))
 
 if __name__ == "__main__":
     from vllm.entrypoints.cli.main import main

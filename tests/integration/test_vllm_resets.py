@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+from vllm.v1.request import RequestStatus
 
 from testing.deadlines import SIMULATED
 from tests.harness.client.fake_model import answer
 from tests.harness.scope import third
-from tests.harness.sim.config import CHUNK, SimSettings
+from tests.harness.sim.config import BLOCK, CHUNK, SimSettings
 from tests.harness.sim.world import assert_idle, make_tokens, world
 
 DEADLINES = SIMULATED
@@ -28,13 +30,9 @@ SHAPES = [
 some_shapes = pytest.mark.parametrize("settings", third(SHAPES))
 
 
-def reset(engine, new_weights=NEW):
-    """Reset the caches, once the engine accepts it: it waits for requests that load."""
-    for _ in range(10_000):
-        if engine.reset(new_weights):
-            return
-        engine.step()
-    raise AssertionError("the engine can't be reset")
+needs_manager = pytest.mark.skipif(
+    not hasattr(KVConnectorBase_V1, "bind_kv_cache_manager"), reason="vLLM 0.29 refuses resets during loads"
+)
 
 
 @pytest.mark.parametrize("settings", SHAPES)
@@ -43,7 +41,7 @@ def test_old_kv_is_not_loaded_and_new_kv_is_stored(world, settings):
     with world.engines(settings) as (engine,):
         engine.add(prompt)
         assert_idle(engine)
-        reset(engine)
+        assert engine.reset(NEW)
         for num_cached in (0, 3 * CHUNK):
             name = engine.add(prompt, max_tokens=20)
             assert_idle(engine)
@@ -62,13 +60,8 @@ def test_reset_during_stores_and_requests(world, settings):
         for _ in range(8):
             engine.step()
         world.store_gate.wait_arrived()
-        for _ in range(5):  # a refused engine repeats the reset
-            if engine.reset(NEW):
-                break
-            engine.step()
+        assert engine.reset(NEW)
         world.store_gate.open()
-        if not engine.weights:
-            reset(engine)
         assert_idle(engine)
         assert all(len(engine.results[name].tokens) == 60 for name in names)
         names = [engine.add(prompt, max_tokens=5) for prompt in prompts]
@@ -79,25 +72,59 @@ def test_reset_during_stores_and_requests(world, settings):
     world.audit(settings, prompts)
 
 
+@needs_manager
 @some_shapes
-def test_reset_during_a_load(world, settings):
-    prompt = make_tokens(3 * CHUNK + 5)
+def test_reset_during_loads(world, settings):
+    """A paused engine computes nothing, so requests hold their blocks also after their loads have ended."""
+    settings = replace(settings, num_blocks=96)
+    prompts = [make_tokens(3 * CHUNK + 5) for _ in range(4)]
+    with world.engines(settings) as (engine,):
+        names = [engine.add(prompt, max_tokens=60) for prompt in prompts[1:]]
+        engine.add(prompts[0])
+        assert_idle(engine)
+        world.load_gate.shut()
+        names = [engine.add(prompt, max_tokens=10) for prompt in prompts]
+        while not world.load_gate.num_waiting:
+            engine.step()
+        assert not engine.reset(b"never", max_steps=10), "a copy still writes to the engine's blocks"
+        engine.pause()
+        world.load_gate.open()
+        assert engine.reset(NEW)
+        assert_idle(engine)
+        for name, prompt in zip(names, prompts, strict=True):
+            assert engine.results[name].tokens == answer(prompt, 10, NEW)
+        assert not engine.leftovers()
+        name = engine.add(prompts[0], max_tokens=10)
+        assert_idle(engine)
+        assert engine.results[name].num_cached_tokens == 3 * CHUNK
+        assert engine.results[name].tokens == answer(prompts[0], 10, NEW)
+    world.audit(settings, prompts)
+
+
+@needs_manager
+def test_reset_while_a_loaded_request_waits_for_blocks(world):
+    """vLLM has begun to schedule the request after its load, but another request took the last block."""
+    settings = SimSettings(num_blocks=40)
+    prompt, other_prompt = make_tokens(3 * CHUNK + 5), make_tokens(25 * BLOCK)
     with world.engines(settings) as (engine,):
         engine.add(prompt)
         assert_idle(engine)
         world.load_gate.shut()
-        name = engine.add(prompt, max_tokens=10)
-        while not world.load_gate.num_waiting:
+        other_name = engine.add(other_prompt, max_tokens=3 * BLOCK)
+        pool = engine.scheduler.kv_cache_manager.block_pool
+        while pool.get_num_free_blocks() > 14:
             engine.step()
-        engine.reset(NEW)  # the reset is refused, or the load is discarded
+        name = engine.add(prompt, max_tokens=20)
+        while pool.get_num_free_blocks():
+            engine.step()
         world.load_gate.open()
-        if not engine.weights:
-            reset(engine)
+        while engine.scheduler.requests[name].status != RequestStatus.WAITING:
+            engine.step()
+        assert engine.scheduler.requests[name].num_computed_tokens
+        assert engine.reset(NEW)
         assert_idle(engine)
-        second_name = engine.add(prompt, max_tokens=10)
-        assert_idle(engine)
-        assert engine.results[second_name].tokens == answer(prompt, 10, NEW)
-        assert len(engine.results[name].tokens) == 10
+        assert engine.results[name].tokens == answer(prompt, 20, NEW)
+        assert len(engine.results[other_name].tokens) == 3 * BLOCK
 
 
 @some_shapes

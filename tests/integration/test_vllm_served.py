@@ -10,6 +10,7 @@ import signal
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from lmcache_operator.specs.names import STOCK_IMAGES
 from lmcache_store import keys
 from testing.child_process import free_port, wait_until
 from testing.engine.process import ServedEngine, patient_config
+from testing.engine.served import LOAD_GATE
 from testing.otlp import OtlpReceiver, traceparent
 from testing.processes import SidecarProcess
-from tests.harness.client.real_engine import BLOCK, CHUNK, make_prompt, num_cached
+from tests.harness.client.real_engine import BLOCK, CHUNK, make_prompt, num_cached, wait_hit
 from tests.harness.client.spans import ATTRIBUTES, PARENT_ID
 from tests.harness.operator.model import cluster
 
@@ -257,3 +259,51 @@ def test_terminated_engine_finishes_its_streams(world: World) -> None:
     assert end.strip() == b"data: [DONE]"
     assert json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"] == NUM_TOKENS
     assert world.engine.wait() == 0
+
+
+def post(engine: ServedEngine, path: str) -> int:
+    """POST without a body. Returns the status."""
+    request = urllib.request.Request(engine.url + path, method="POST")
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        return int(answer.status)
+
+
+def tokens_of(answer: dict[str, Any]) -> list[int]:
+    tokens: list[int] = answer["choices"][0]["token_ids"]
+    return tokens
+
+
+def is_paused(engine: ServedEngine) -> bool:
+    with urllib.request.urlopen(engine.url + "/is_paused", timeout=300) as answer:
+        return bool(json.load(answer)["is_paused"])
+
+
+def test_pauses_during_loads_succeed(tmp_path: Path) -> None:
+    """A weight update begins with a pause, at whose end vLLM resets all caches."""
+    gate = tmp_path / "gate"
+    environment = {"VLLM_SERVER_DEV_MODE": "1", LOAD_GATE: str(gate)}
+    last, *prompts = [make_prompt(2 * CHUNK + BLOCK, next(SEEDS)) for _ in range(9)]
+    with (
+        SidecarProcess() as sidecar,
+        ThreadPoolExecutor(len(prompts) + 1) as pool,
+        ServedEngine(
+            tmp_path / "log", free_port(), patient_config(sidecar.socket_path), environment=environment
+        ) as engine,
+    ):
+        wait_hit(engine.wait_ready(), sidecar)
+        expected = [tokens_of(engine.complete(prompt)) for prompt in prompts]
+        for mode in ("keep", "wait", "abort"):
+            for prompt in (*prompts, last):
+                wait_until(lambda prompt=prompt: num_cached(engine.complete(prompt)) > 0, what="a hit")
+            gate.touch()
+            answers = [pool.submit(engine.complete, prompt) for prompt in prompts]
+            wait_until(lambda: gate.stat().st_size, what="a load")
+            pause = pool.submit(post, engine, f"/pause?mode={mode}")
+            wait_until(lambda: is_paused(engine), what="the pause")
+            gate.unlink()
+            assert (pause.result(), post(engine, "/resume")) == (200, 200), mode
+            for answer, tokens in zip(answers, expected, strict=True):
+                is_aborted = answer.result()["choices"][0]["finish_reason"] == "abort"
+                assert tokens_of(answer.result()) == tokens or (is_aborted and mode == "abort"), mode
+            assert num_cached(engine.complete(last)) == 0, "the weights may have changed"
+            assert [tokens_of(engine.complete(prompt)) for prompt in prompts] == expected, mode

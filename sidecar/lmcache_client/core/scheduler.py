@@ -130,11 +130,11 @@ class SchedulerSide:
         self._next.stores.clear()
         self._tracer.clear()
 
-    def reset_cache(self, reason: str) -> bool:
+    def reset_cache(self, reason: str) -> None:
         """Invalidate all cached KV by starting a new namespace. Call this when the weights may change.
 
         ``reason``: why other engines can't find what is stored from now on.
-        Returns False if a load of old KV is still running; the affected request uses it.
+        A request whose load of old KV is still running uses this KV, and stores nothing.
         """
         self._namespace, self._private_reason = os.urandom(32), reason
         if self._lookups is not None:
@@ -146,7 +146,6 @@ class SchedulerSide:
             state.offer = None
             if not state.is_finished:
                 self._reclaim(state)  # the engine may give its blocks to other requests
-        return not any(state.is_loading for state in self._states.values())
 
     def add(self, request: EngineRequest, num_handed_over: int = 0) -> None:
         """Tell the sidecar that a request arrived, so that it can start promoting chunks. Takes no lease.

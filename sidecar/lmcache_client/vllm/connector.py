@@ -200,13 +200,23 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         """Record the jobs that the workers ended."""
         _call(self._scheduler, "update_connector_output", None, connector_output)
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Note how requests return their blocks (vLLM 0.30 and later)."""
+        if self._scheduler is not None:
+            self._scheduler.free_blocks = kv_cache_manager.free
+
+    def has_pending_push_work(self) -> bool:
+        """Return True while a paused engine must run steps, until its loads have ended."""
+        return _call(self._scheduler, "has_loads_to_await", False)
+
     def take_events(self) -> list[KVCacheEvent]:
         """Return the KV events since the last call, for vLLM's publisher."""
         return _call(self._scheduler, "take_events", [])
 
     def reset_cache(self) -> bool:
-        """Invalidate all cached KV, because the weights may change. Returns False if a load still runs."""
-        return _call(self._scheduler, "reset_cache", True)
+        """Invalidate all cached KV, because the weights may change. Always succeeds."""
+        _call(self._scheduler, "reset_cache", None)
+        return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Return (True if the engine must hold the blocks, parameters for the next engine or None)."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from lmcache_client.core.files import private_until_restart
@@ -15,6 +16,16 @@ from lmcache_client.core.tracing import ENGINE_MEMORY
 from lmcache_client.vllm import hand_over
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class OpenLoad:
+    """A load that holds blocks of a request."""
+
+    request: Any
+    num_blocks: int
+    """Blocks that the request needs in the end."""
+    has_ended: bool = False
 
 
 class OpenLoads:
@@ -31,45 +42,50 @@ class OpenLoads:
     def __init__(self, num_blocks: int) -> None:
         """``num_blocks``: blocks of the engine's KV memory."""
         self._num_blocks = num_blocks
-        self._loading: dict[str, int] = {}  # blocks that each request needs in the end
-        self._loaded: dict[
-            str, int
-        ] = {}  # the same of requests that were not scheduled since their load ended
+        self._loads: dict[str, OpenLoad] = {}
         self._num_steps = 0  # successive steps that computed nothing while requests were loaded
 
     def may_begin(self, request_id: str, num_blocks: int) -> bool:
         """Return True if the load of a request that needs ``num_blocks`` blocks can begin now."""
-        open_loads = self._loading | self._loaded
-        open_loads.pop(request_id, None)
-        return not open_loads or sum(open_loads.values()) + num_blocks <= self._num_blocks
+        num_needed = sum(load.num_blocks for name, load in self._loads.items() if name != request_id)
+        return not num_needed or num_needed + num_blocks <= self._num_blocks
 
-    def begin(self, request_id: str, num_blocks: int) -> None:
+    def begin(self, request: Any, num_blocks: int) -> None:
         """Note that the request waits for a load."""
-        self._loading[request_id] = num_blocks
+        self._loads[request.request_id] = OpenLoad(request, num_blocks)
 
     def end(self, request_id: str) -> None:
         """Note that the request's load has ended, successfully or not."""
-        if request_id in self._loading:
-            self._loaded[request_id] = self._loading.pop(request_id)
+        if request_id in self._loads:
+            self._loads[request_id].has_ended = True
 
     def forget(self, request_id: str) -> None:
         """Note that the request is finished."""
-        self._loading.pop(request_id, None)
-        self._loaded.pop(request_id, None)
+        self._loads.pop(request_id, None)
 
     def note_step(self, scheduled: Iterable[str], num_tokens: int) -> None:
         """Note which requests a step computes, and how many tokens of all."""
-        if self._loaded:
+        if self._loads:
             for request_id in scheduled:
-                self._loaded.pop(request_id, None)
-        self._num_steps = self._num_steps + 1 if self._loaded and not num_tokens else 0
+                self._loads.pop(request_id, None)
+        self._num_steps = self._num_steps + 1 if self.ended and not num_tokens else 0
 
     def must_yield(self, request_id: str) -> bool:
         """Return True if this request must wait, so that vLLM considers the loaded requests.
 
         True only in every second step: if the loaded requests get no blocks either, this one may get some.
         """
-        return self._num_steps % 2 == 1 and request_id not in self._loaded
+        return self._num_steps % 2 == 1 and request_id not in self._loads
+
+    @property
+    def ended(self) -> list[Any]:
+        """Requests that were not scheduled since their load ended."""
+        return [load.request for load in self._loads.values() if load.has_ended]
+
+    @property
+    def is_loading(self) -> bool:
+        """True while a load runs."""
+        return any(not load.has_ended for load in self._loads.values())
 
 
 class VLLMScheduler(SchedulerSide):
@@ -80,15 +96,14 @@ class VLLMScheduler(SchedulerSide):
         super().__init__(*args, **settings)
         self._tables: dict[str, BlockTables] = {}  # with vLLM 0.29
         self._open_loads = OpenLoads(num_blocks)
+        self.free_blocks: Callable[[Any], object] | None = None
+        """Returns the blocks of a request to vLLM; None with vLLM 0.29."""
 
-    def reset_cache(self, reason: str = "") -> bool:
-        """Invalidate all cached KV, because the weights may change.
-
-        Returns False if a load of old KV is still running; the affected request uses it.
-        """
+    def reset_cache(self, reason: str = "") -> None:
+        """Invalidate all cached KV, because the weights may change."""
         reason = reason or private_until_restart("vLLM's caches were reset")
         logger.warning("Cached KV stays private to this engine: %s", reason)
-        return super().reset_cache(reason)
+        super().reset_cache(reason)
 
     def on_new_request(self, request: Any) -> None:
         """Send a hint. Ignores streaming sessions, because they replace tokens that were already hashed."""
@@ -114,7 +129,7 @@ class VLLMScheduler(SchedulerSide):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Create the load. ``blocks`` holds the ids of the whole request's blocks, a list per KV group."""
         if num_external_tokens:
-            self._open_loads.begin(request.request_id, self._num_blocks(request))
+            self._open_loads.begin(request, self._num_blocks(request))
         tables = blocks.get_block_ids() if num_external_tokens else ()
         self.note_allocated(request.request_id, tables, num_external_tokens)
 
@@ -139,6 +154,23 @@ class VLLMScheduler(SchedulerSide):
             self.note_loaded(request_id)
         for request_id in output.finished_sending or ():
             self.note_released(request_id)
+
+    def has_loads_to_await(self) -> bool:
+        """Return True while a load runs. If all have ended, return the blocks of their requests to vLLM.
+
+        vLLM asks only if it may compute no request, because it is idle or paused. At the end of a pause it
+        resets its caches, which fails while a request that waits holds blocks. The requests start again.
+        """
+        if self.free_blocks is None or self._open_loads.is_loading:
+            return self.free_blocks is not None
+        for request in self._open_loads.ended:
+            self.free_blocks(request)
+            request.num_computed_tokens = 0
+            self._open_loads.forget(request.request_id)
+            if state := self._states.get(request.request_id):
+                # vLLM still reserves the blocks of this load. It might wait for them before another load.
+                state.has_failed = True
+        return False
 
     def hand_over(self, request: Any) -> dict[str, Any] | None:
         """Return parameters for the engine that continues this request.

@@ -20,10 +20,12 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -129,17 +131,32 @@ class SimEngine:
         """Abort the request, as when the client disconnects."""
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
-    def reset(self, new_weights: bytes) -> bool:
-        """Reset the caches and change the weights, as for a weight update. Returns whether vLLM accepted."""
-        while self._batches:  # vLLM pauses first, and cannot reset what is being computed
-            self._update(*self._batches.popleft())
+    def pause(self) -> None:
+        """Pause the engine as ``POST /pause?mode=keep`` does. Step until it has no work, before a reset."""
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+
+    def reset(self, new_weights: bytes, max_steps: int = 100_000) -> bool:
+        """Pause the engine, reset the caches, change the weights and resume, as for a weight update.
+
+        Returns False if a load still runs after ``max_steps`` steps, or if vLLM 0.29 refuses.
+        """
+        self.pause()
+        for _ in range(max_steps):
+            if not (self.scheduler.has_requests() or self._batches):
+                break
+            self.step()
         try:
-            is_reset = self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        except RuntimeError:  # vLLM refuses while a request waits for its load
+            if self.scheduler.has_requests() or self._batches:
+                return False
+            assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        except RuntimeError:
+            if hasattr(KVConnectorBase_V1, "bind_kv_cache_manager"):
+                raise
             return False
-        if is_reset:
-            self.weights = new_weights
-        return bool(is_reset)
+        finally:
+            self.scheduler.set_pause_state(PauseState.UNPAUSED)
+        self.weights = new_weights
+        return True
 
     def forget(self, *, also_of_running: bool = False) -> None:
         """Empty the engine's own prefix cache, so that only the connector can provide KV."""
@@ -176,7 +193,7 @@ class SimEngine:
             "states": scheduler._states,
             "jobs": scheduler._stores._jobs,
             "computing": scheduler._computing._states,
-            "loads": [*scheduler._open_loads._loading, *scheduler._open_loads._loaded],
+            "loads": scheduler._open_loads._loads,
         }
         for rank in self.ranks:
             worker = rank.worker._worker

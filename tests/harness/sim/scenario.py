@@ -71,8 +71,8 @@ class Scenario:
             self.engines[engine].abort(running[number])
 
     def reset(self, engine: int) -> None:
-        """Reset the caches as before a weight update. Has no effect while vLLM refuses."""
-        if self.engines[engine].reset(b"weights %d" % next(_NUMBERS)):
+        """Pause, reset the caches and resume, as for a weight update. Resume early if a load is held back."""
+        if self.engines[engine].reset(b"weights %d" % next(_NUMBERS), max_steps=20):
             self.reset_under.update(
                 name for owner, name, *_ in self.requests if owner is self.engines[engine]
             )

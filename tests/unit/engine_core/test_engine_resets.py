@@ -10,13 +10,13 @@ def test_reset_hides_earlier_rows_and_finds_new_rows(rig):
     rig.stored(3)
     request_before = rig.arrive(make_request(200, "before"))
     assert rig.match(request_before) == (192, True)
-    assert rig.scheduler.reset_cache() is True
+    rig.scheduler.reset_cache()
     assert rig.begin(request_before) == 0, "the reset also applies to earlier requests"
     meta = rig.step(new=[("before", blocks(7), 0, 200)])
     rig.commit(meta, without=[(0, 2)])
     rig.report(ended=job_ids(meta))
     assert rig.match(rig.arrive(make_request(200, "after"))) == (128, True)
-    assert rig.scheduler.reset_cache() is True
+    rig.scheduler.reset_cache()
     assert rig.match(rig.arrive(make_request(200, "last"))) == (0, False), "each reset starts a new namespace"
 
 
@@ -31,11 +31,40 @@ def test_request_running_during_a_reset_stores_no_more_chunks(rig):
     assert meta.reclaimed == job_ids(step_before), "copies in progress must be reclaimed"
 
 
-def test_reset_is_refused_during_a_load(rig):
-    rig.loading()
-    assert rig.scheduler.reset_cache() is False
+def test_a_load_of_old_kv_is_used_but_not_stored_after_a_reset(rig):
+    request = rig.loading()
+    rig.scheduler.reset_cache()
     rig.report(received=["r"])
-    assert rig.scheduler.reset_cache() is True
+    meta = rig.step(new=[("r", blocks(7), 192, 8)])
+    assert (meta.stores, rig.finish(request)) == ([], False)
+
+
+def test_paused_engine_gets_back_the_blocks_of_ended_loads(rig):
+    """vLLM asks when it may compute nothing. It cannot reset its caches while a request holds blocks."""
+    freed = []
+    request, other = rig.loading(), rig.arrive(make_request(200, "other"))
+    assert rig.begin(other) == 192
+    request.num_computed_tokens = other.num_computed_tokens = 192
+    rig.step()
+    assert not rig.scheduler.has_loads_to_await(), "vLLM 0.29 has no way to get the blocks"
+    rig.scheduler.free_blocks = freed.append
+    rig.report(received=["r"])
+    assert (rig.scheduler.has_loads_to_await(), freed) == (True, []), "a load still writes to the blocks"
+    rig.report(received=["other"])
+    assert not rig.scheduler.has_loads_to_await()
+    assert (freed, request.num_computed_tokens, other.num_computed_tokens) == ([request, other], 0, 0)
+    assert not rig.scheduler.has_loads_to_await()
+    assert len(freed) == 2
+    assert rig.begin(request) == 0, "vLLM may reserve the blocks of the first load forever"
+
+
+def test_paused_engine_gets_back_blocks_from_an_offline_side(rig):
+    freed = []
+    rig.scheduler.free_blocks = freed.append
+    request = rig.loading()
+    rig.scheduler.go_offline()
+    rig.report(received=["r"])
+    assert (rig.scheduler.has_loads_to_await(), freed) == (False, [request])
 
 
 REASON = r"vLLM's caches were reset at .* UTC: private until the engine restarts"

@@ -181,7 +181,7 @@ def test_wait_for_rows_of_another_request_names_this_reason(rig, recorded):
 
 def test_wait_for_free_blocks_of_the_engine_names_this_reason(rig, recorded):
     rig.stored(3)
-    rig.scheduler._open_loads.begin("other", 1000)
+    rig.scheduler._open_loads.begin(make_request(200, "other"), 1000)
     request = rig.arrive(traced(200))
     for _ in range(3):
         assert rig.match(request) == (None, False)

@@ -1,12 +1,16 @@
 """Loads that hold blocks while their requests do not run."""
 
+from types import SimpleNamespace
+
 from lmcache_client.vllm.scheduler import OpenLoads
+
+A, B = (SimpleNamespace(request_id=name) for name in "ab")
 
 
 def test_another_load_waits_until_all_open_loads_could_be_completed():
     loads = OpenLoads(10)
     assert loads.may_begin("a", 11), "a single load may need more than all blocks"
-    loads.begin("a", 6)
+    loads.begin(A, 6)
     assert loads.may_begin("b", 4)
     assert not loads.may_begin("b", 5)
     loads.end("a")  # its blocks are still in use
@@ -14,7 +18,7 @@ def test_another_load_waits_until_all_open_loads_could_be_completed():
     assert not loads.may_begin("b", 5)
     loads.note_step(["a"], 1)  # vLLM can preempt it from now on
     assert loads.may_begin("b", 5)
-    loads.begin("b", 5)
+    loads.begin(B, 5)
     for request in "ab":
         loads.forget(request)
     assert loads.may_begin("c", 11), "finished requests hold no blocks"
@@ -22,7 +26,7 @@ def test_another_load_waits_until_all_open_loads_could_be_completed():
 
 def test_first_request_yields_while_loaded_requests_get_no_step():
     loads = OpenLoads(10)
-    loads.begin("a", 5)
+    loads.begin(A, 5)
     loads.end("a")
     yields = []
     for _ in range(3):
