@@ -136,3 +136,23 @@ def test_loaded_requests_run_before_a_request_that_gets_no_blocks(world, monkeyp
             assert engine.results[name].tokens == answer(stored, 3)
             assert engine.results[name].num_cached_tokens == 3 * CHUNK
         assert_idle(engine)
+
+
+@pytest.mark.parametrize("priority", [0, 1])
+def test_request_of_high_priority_waits_for_none_of_lower_priority(world, priority):
+    settings = SimSettings(policy="priority", num_blocks=96)
+    prompt = make_tokens(6 * CHUNK)
+    with world.engines(settings) as (engine,):
+        engine.scheduler.scheduler_config.long_prefill_token_threshold = CHUNK  # for each step of a prompt
+        world.store_gate.shut()  # otherwise the second request may load the first chunks
+        low = engine.add(prompt, priority=1)
+        engine.step()
+        high = engine.add(prompt, priority=priority)
+        is_held = True
+        while engine.results[low].finish_reason is None:
+            engine.step()
+            is_held = is_held and engine.scheduler.requests[high] not in engine.scheduler.running
+        assert is_held is (priority == 1), "requests of equal priority compute a prompt once"
+        world.store_gate.open()
+        assert_idle(engine)
+        assert engine.results[high].tokens == answer(prompt, 1)

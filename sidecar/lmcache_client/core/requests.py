@@ -111,6 +111,8 @@ class RequestState:
 
     def __init__(self, request: EngineRequest, ticket: Ticket) -> None:
         self.request = request
+        self.priority: int = getattr(request, "priority", 0)  # the lowest number is the highest priority
+        self.progressed_at = 0.0  # time of the last step that was scheduled to compute tokens of the prompt
         self.is_finished = False
         self.has_failed = False  # a load failed: it is not repeated, because it could fail forever
         self.is_loading = False
@@ -145,8 +147,9 @@ class Computing:
     def __init__(self) -> None:
         self._states: dict[RowKey, RequestState] = {}
 
-    def __contains__(self, key: RowKey) -> bool:
-        return key in self._states
+    def get(self, key: RowKey) -> RequestState | None:
+        """Return the request that computes the chunk."""
+        return self._states.get(key)
 
     def begin(self, state: RequestState) -> None:
         """Record that the request computes its chunks that are not stored."""

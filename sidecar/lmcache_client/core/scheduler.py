@@ -186,7 +186,7 @@ class SchedulerSide:
         if not grid.loadable_tokens(num_computed_tokens, request.num_tokens, num_chunks):
             return self._decline(state, lookups)
         num_engine = num_computed_tokens // grid.chunk_tokens  # chunks that the engine itself has
-        if self._waits.is_computed_elsewhere(state.ticket, max(state.num_found, num_engine), lookups):
+        if self._waits.is_computed_elsewhere(state, num_engine, lookups):
             return None
         hit = lookups.find(state.ticket, num_engine)
         num_hit = hit.num_chunks if hit is not None else 0
@@ -210,6 +210,7 @@ class SchedulerSide:
         if state is not None and not state.is_allocated:
             offer, state.offer, state.wait, state.is_allocated = state.offer, None, None, True
             self._computing.begin(state)
+            state.progressed_at = self._clock()
             self._tracer.end_lookup(request_id, num_tokens)
             if not num_tokens and self._lookups is not None and not state.has_failed:
                 self._lookups.note_scheduled(state)
@@ -263,7 +264,8 @@ class SchedulerSide:
         state = self._states.get(request_id)
         if state is None:
             return
-        if state.clock is not None:
+        if state.clock is not None:  # a step of the prompt
+            state.progressed_at = self._clock()
             self._times.note_scheduled(state, state.clock, num_computed_tokens, num_new_tokens)
         if num_drafts:
             state.has_drafts = True

@@ -1,6 +1,7 @@
 """Decides in each step which requests wait for rows, instead of computing them.
 
-A request waits for rows that another request of this engine is computing. It also waits for rows that the
+A request waits for rows that another request of this engine is computing, as long as that request gets steps.
+It waits for no request of lower priority. It also waits for rows that the
 sidecar is promoting, as long as they arrive faster than the engine would compute them (``waiting.RowWait``).
 It also waits for rows that a prefill engine has announced and is still storing. These rows may never arrive.
 So the rows of other requests do not prolong this wait.
@@ -11,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lmcache_client.core.lookups import LookupThread
-from lmcache_client.core.requests import Computing, RequestState, Ticket
+from lmcache_client.core.requests import Computing, RequestState
 from lmcache_client.core.tracing import LOWER_TIERS, NO_TRACER, OTHER_REQUEST, Tracer
 from lmcache_client.core.waiting import Arrivals, PrefillRate, Progress, RowWait
+from lmcache_store.common.timing import TIMING
 
 IDLE_WAIT_SECONDS = 0.0005
 """How long an idle step sleeps for an answer."""
@@ -46,14 +48,24 @@ class WaitDecisions:
         self._num_waiting = 0  # requests that wait in this step
         self._num_waited = 1  # requests that waited in the last step, at least 1
         self._num_steps = 0  # steps that computed something
+        self._stepped_at = 0.0  # time at which the last step was scheduled: long steps delay all requests
 
-    def is_computed_elsewhere(self, ticket: Ticket, chunk: int, lookups: LookupThread) -> bool:
-        """Return True if the request must wait for ``chunk``, which another request computes and stores."""
-        chunks = ticket.keys[0] if ticket.keys else []
-        is_waiting = chunk < len(chunks) and chunks[chunk] in self._computing and lookups.is_attached
+    def is_computed_elsewhere(self, state: RequestState, num_engine: int, lookups: LookupThread) -> bool:
+        """Return True if the request must wait for its next chunk, which another request computes and stores.
+
+        It does not wait for a request of lower priority, nor for one that makes no progress any more.
+        """
+        chunks, chunk = state.ticket.keys[0] if state.ticket.keys else [], max(state.num_found, num_engine)
+        other = self._computing.get(chunks[chunk]) if chunk < len(chunks) else None
+        is_waiting = (
+            other is not None
+            and other.priority <= state.priority
+            and self._stepped_at - other.progressed_at < TIMING.hold_seconds
+            and lookups.is_attached
+        )
         self._num_waiting += is_waiting
         if is_waiting:
-            self._tracer.hold(ticket.request_id, OTHER_REQUEST)
+            self._tracer.hold(state.ticket.request_id, OTHER_REQUEST)
         return is_waiting
 
     def must_wait(
@@ -63,7 +75,7 @@ class WaitDecisions:
 
         ``num_engine``: leading chunks that the engine itself has.
         """
-        if self.is_computed_elsewhere(state.ticket, max(state.num_found, num_engine), lookups):
+        if self.is_computed_elsewhere(state, num_engine, lookups):
             return True
         is_waiting = self._pays_off(state, lookups, num_hit, chunk_tokens)
         self._num_waiting += is_waiting
@@ -78,6 +90,7 @@ class WaitDecisions:
             lookups.answered.clear()
         self._num_waiting, self._num_waited = 0, max(1, self._num_waiting)
         self._num_steps += num_tokens > 0
+        self._stepped_at = self._clock()
 
     def _pays_off(self, state: RequestState, lookups: LookupThread, num_hit: int, chunk_tokens: int) -> bool:
         """Return True if missing chunks are expected sooner than computed, or there is no answer yet."""

@@ -71,6 +71,7 @@ class SimSettings:
     num_blocks: int = 64
     has_prefix_caching: bool = False
     is_async: bool = False  # the next step is scheduled before the tokens of the last step are known
+    policy: str = "fcfs"  # order of the queue; or "priority", by the requests' field
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 128
     head_size: int = (
@@ -199,6 +200,7 @@ def _vllm_config(settings: SimSettings):
             enforce_eager=True,
             max_model_len=2048,
             block_size=32,  # for the CPU's attention, which does not run
+            scheduling_policy=settings.policy,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             enable_prefix_caching=settings.has_prefix_caching,

@@ -139,13 +139,41 @@ def test_all_waiting_requests_are_refreshed(rig):
 
 def test_shared_prefix_is_computed_once(rig):
     _, second = arrive_together(rig)
-    rig.now = 100.0  # the wait has no time limit
+    rig.step(new=[("first", blocks(7), 0, 63)])
+    rig.now = 100.0  # the step takes long
     assert rig.match(second) == (None, False)
-    (job,) = rig.step(new=[("first", blocks(7), 0, 200)]).stores
+    (job,) = rig.step(cached=[("first", None, 63, 137, False)]).stores
     assert rig.match(second) == (None, False), "the chunk is computed, but not in memory yet"
     rig.stored(3)
     rig.report(ended=[job.job_id])
     assert rig.match(second) == (192, True)
+
+
+@pytest.mark.parametrize(("low", "high"), [(1, 0), (0, -1)])
+def test_request_waits_for_none_of_lower_priority(rig, low, high):
+    first, second = make_request(200, "first", priority=low), make_request(200, "second", priority=high)
+    third = make_request(200, "third", priority=low)
+    rig.session.memory_only = True
+    for request in (first, second, third):
+        rig.scheduler.on_new_request(request)
+    assert rig.begin(first) == 0
+    assert rig.match(third) == (None, False)
+    assert rig.begin(second) == 0
+    assert rig.match(third) == (None, False), "it may wait for both"
+
+
+def test_request_that_gets_no_steps_is_not_waited_for(rig):
+    """A request that was loaded in part may wait for blocks. vLLM may never schedule it."""
+    _, second = arrive_together(rig)
+    for _ in range(3):
+        rig.step(new=[("first", blocks(7), 0, 1)])
+        rig.now += 2 * TIMING.hold_seconds
+        assert rig.match(second) == (None, False), "the step of the first request takes longer than the limit"
+    rig.step(new=[("first", blocks(7), 0, 1)])
+    for seconds, answer in ((TIMING.hold_seconds - 0.01, (None, False)), (0.02, (0, False))):
+        rig.now += seconds
+        rig.step()
+        assert rig.match(second) == answer
 
 
 def test_rows_in_the_engines_prefix_cache_are_not_waited_for(rig):
