@@ -42,7 +42,12 @@ def make_config():
     )
     parallel = SimpleNamespace(world_size=1)
     return SimpleNamespace(
-        kv_transfer_config=transfer, parallel_config=parallel, kv_events_config=None, instance_id="test"
+        kv_transfer_config=transfer,
+        parallel_config=parallel,
+        model_config=SimpleNamespace(max_model_len=1024),
+        kv_events_config=None,
+        instance_id="test",
+        num_speculative_tokens=0,
     )
 
 

@@ -8,12 +8,13 @@ import threading
 from dataclasses import replace
 
 import pytest
+from vllm.config import VllmConfig
 
 from testing.child_process import wait_until
 from testing.deadlines import CALLS
 from tests.harness.client.fake_model import answer
 from tests.harness.scope import third
-from tests.harness.sim.config import CHUNK, SimSettings
+from tests.harness.sim.config import CHUNK, CONNECTOR, SimGroup, SimSettings
 from tests.harness.sim.world import assert_idle, make_tokens, world
 
 DEADLINES = CALLS
@@ -156,3 +157,33 @@ def test_request_of_high_priority_waits_for_none_of_lower_priority(world, priori
         world.store_gate.open()
         assert_idle(engine)
         assert engine.results[high].tokens == answer(prompt, 1)
+
+
+FULL_MEMORY = {
+    # vLLM 0.29 and 0.30 would start both loads, whose blocks leave one of the four that the next steps need.
+    "two prompts": (3, 3, 242, 2, 3870, 3840),
+    # vLLM 0.31 and later reserve two blocks of 128 for drafts, and would never start a load of 127 blocks.
+    "long prompt": (40, 0, 129, 1, 4095, 4032),
+}
+"""Drafts, slots in which a model writes drafts, blocks, prompts, their tokens, and tokens that are loaded."""
+
+
+@pytest.mark.parametrize("case", FULL_MEMORY)
+def test_loads_that_fill_the_engines_memory_leave_blocks_for_drafts(world, monkeypatch, case):
+    num_drafts, num_lookahead, num_blocks, num_prompts, num_tokens, num_loaded = FULL_MEMORY[case]
+    monkeypatch.setattr(VllmConfig, "num_lookahead_tokens", num_lookahead)
+    monkeypatch.setitem(CONNECTOR, "chunk_tokens", 32)
+    settings = SimSettings(
+        num_drafts=num_drafts, num_blocks=num_blocks, max_num_batched_tokens=2048, max_model_len=4096,
+        head_size=2, groups=(SimGroup(block_tokens=32),),
+    )  # fmt: skip
+    prompts = [make_tokens(num_tokens) for _ in range(num_prompts)]
+    with world.engines(settings) as (engine,):
+        for prompt in prompts:
+            engine.add(prompt)
+            assert_idle(engine)
+        names = [engine.add(prompt) for prompt in prompts]
+        assert_idle(engine)
+        for name, prompt in zip(names, prompts, strict=True):
+            assert engine.results[name].tokens == answer(prompt, 1)
+            assert engine.results[name].num_cached_tokens == num_loaded

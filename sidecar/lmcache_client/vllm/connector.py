@@ -268,12 +268,15 @@ def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
     connect = partial(start_scheduler_client, settings.socket)
     events = vllm_config.kv_events_config
     observability = getattr(vllm_config, "observability_config", None)
+    num_drafts = vllm_config.num_speculative_tokens
     return VLLMScheduler(
         connect,
         ExtraKeyFinder().extra_keys_of,
         settings.answer_seconds,
         settings.prefill_tokens_per_second,
         num_blocks=kv_cache_config.num_blocks,
+        draft_slots=1 + num_drafts + vllm_config.num_lookahead_tokens if num_drafts else 0,
+        max_tokens=vllm_config.model_config.max_model_len,
         events=ChunkEvents() if events is not None and events.enable_kv_cache_events else None,
         tracer=make_tracer(getattr(observability, "otlp_traces_endpoint", None)),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from lmcache_client.core.jobs import StepMeta, WorkerReport
 from lmcache_client.core.scheduler import SchedulerSide
 from lmcache_client.core.tracing import ENGINE_MEMORY
 from lmcache_client.vllm import hand_over
+from lmcache_store.common.units import ceil_div
 
 logger = logging.getLogger(__name__)
 
@@ -40,15 +42,15 @@ class OpenLoads:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """``num_blocks``: blocks of the engine's KV memory."""
-        self._num_blocks = num_blocks
+        """``num_blocks``: blocks that requests can use."""
+        self.num_blocks = num_blocks
         self._loads: dict[str, OpenLoad] = {}
         self._num_steps = 0  # successive steps that computed nothing while requests were loaded
 
     def may_begin(self, request_id: str, num_blocks: int) -> bool:
         """Return True if the load of a request that needs ``num_blocks`` blocks can begin now."""
         num_needed = sum(load.num_blocks for name, load in self._loads.items() if name != request_id)
-        return not num_needed or num_needed + num_blocks <= self._num_blocks
+        return not num_needed or num_needed + num_blocks <= self.num_blocks
 
     def begin(self, request: Any, num_blocks: int) -> None:
         """Note that the request waits for a load."""
@@ -91,11 +93,25 @@ class OpenLoads:
 class VLLMScheduler(SchedulerSide):
     """The scheduler side with vLLM's hooks, which ``connector`` documents and calls."""
 
-    def __init__(self, *args: Any, num_blocks: int, **settings: Any) -> None:
-        """``num_blocks``: blocks of the engine's KV memory. See ``SchedulerSide`` for the others."""
+    def __init__(
+        self,
+        *args: Any,
+        num_blocks: int,
+        draft_slots: int = 0,
+        max_tokens: int = sys.maxsize,
+        **settings: Any,
+    ) -> None:
+        """Create a side, see ``SchedulerSide``.
+
+        Args:
+            num_blocks: blocks of the engine's KV memory; one of them is vLLM's null block.
+            draft_slots: slots for KV that a step needs after the tokens of a request, if it has drafts.
+            max_tokens: longest request, with its answer.
+        """
         super().__init__(*args, **settings)
+        self._draft_slots, self._max_tokens = draft_slots, max_tokens
         self._tables: dict[str, BlockTables] = {}  # with vLLM 0.29
-        self._open_loads = OpenLoads(num_blocks)
+        self._open_loads = OpenLoads(num_blocks - 1)
         self.free_blocks: Callable[[Any], object] | None = None
         """Returns the blocks of a request to vLLM; None with vLLM 0.29."""
 
@@ -118,6 +134,8 @@ class VLLMScheduler(SchedulerSide):
             self._times.note_decision(self._states.get(request_id), is_held=True)
             return None, False
         num_tokens = self.num_loadable(request, num_computed_tokens)
+        if num_tokens:
+            num_tokens = self._num_fitting(num_computed_tokens, num_tokens)
         if num_tokens and not self._open_loads.may_begin(request_id, self._num_blocks(request)):
             self._times.note_decision(self._states.get(request_id), is_held=True)
             self._tracer.hold(request_id, ENGINE_MEMORY)
@@ -206,8 +224,21 @@ class VLLMScheduler(SchedulerSide):
             return []
 
     def _num_blocks(self, request: Any) -> int:
-        """Return how many blocks hold all tokens that the request has now, at most."""
-        return self._grid.num_blocks(request.num_tokens)
+        """Return how many blocks the request needs for its next step, at most."""
+        return self._grid.num_blocks(min(request.num_tokens + self._draft_slots, self._max_tokens))
+
+    def _num_fitting(self, num_computed_tokens: int, num_tokens: int) -> int:
+        """Return how many of these tokens can be loaded such that blocks for the drafts are left.
+
+        vLLM 0.31 and later would never begin a larger load, and ask again in each step.
+        """
+        grid, end = self._grid, num_computed_tokens + num_tokens
+        num_needed = sum(len(grid.needed_blocks(group, 0, end)) for group in grid.groups)
+        num_lacking = num_needed + grid.num_blocks(self._draft_slots) - self._open_loads.num_blocks
+        if num_lacking <= 0:
+            return num_tokens
+        num_left_out = ceil_div(num_lacking, len(grid.groups)) * grid.step_tokens
+        return max(0, num_tokens - num_left_out) if grid.is_full else 0
 
     def _follow(self, output: Any) -> None:
         """Record what the step computes of each request.

@@ -74,6 +74,7 @@ class SimSettings:
     policy: str = "fcfs"  # order of the queue; or "priority", by the requests' field
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 128
+    max_model_len: int = 2048
     head_size: int = (
         1  # a token has head_size * CELL bytes in each layer; the model fills the first CELL bytes
     )
@@ -198,7 +199,7 @@ def _vllm_config(settings: SimSettings):
             model=str(tiny_model()),
             dtype="float32",
             enforce_eager=True,
-            max_model_len=2048,
+            max_model_len=settings.max_model_len,
             block_size=32,  # for the CPU's attention, which does not run
             scheduling_policy=settings.policy,
             max_num_seqs=settings.max_num_seqs,

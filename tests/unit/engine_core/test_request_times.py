@@ -76,7 +76,7 @@ def test_waits_for_rows_add_up_and_exclude_the_engines_queue(rig):
 def test_a_request_that_is_held_back_for_memory_waits(rig):
     rig.stored(3)
     first, second = rig.arrive(make_request(200, "first")), rig.arrive(make_request(200, "second"))
-    rig.scheduler._open_loads._num_blocks = 8  # one of the loads fits
+    rig.scheduler._open_loads.num_blocks = 8  # one of the loads fits
     assert rig.begin(first) == 192
     rig.scheduler._computing.clear()
     assert rig.match(second) == (None, False)

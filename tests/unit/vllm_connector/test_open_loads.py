@@ -2,7 +2,13 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from lmcache_client.vllm.scheduler import OpenLoads
+from lmcache_store.kv_groups import GroupKind, KVGroup
+from tests.harness.client.scheduler_rig import Rig, make_identity, make_request
+
+FULL, WINDOW = KVGroup(0, 32, 4096), KVGroup(1, 32, 4096, 64, GroupKind.SLIDING_WINDOW)
 
 A, B = (SimpleNamespace(request_id=name) for name in "ab")
 
@@ -36,3 +42,24 @@ def test_first_request_yields_while_loaded_requests_get_no_step():
     assert not loads.must_yield("a")
     loads.note_step(["a"], 1)
     assert not loads.must_yield("b")
+
+
+@pytest.mark.parametrize(
+    ("groups", "draft_slots", "num_blocks", "loaded"),
+    [
+        ((FULL,), 0, 6, (192, True)),
+        ((FULL,), 33, 8, (192, True)),
+        ((FULL,), 33, 7, (160, True)),
+        ((FULL,), 33, 2, (0, False)),
+        ((FULL, WINDOW), 33, 6 + 2 + 4, (192, True)),
+        ((FULL, WINDOW), 33, 6 + 2 + 3, (0, False)),
+    ],
+)
+def test_load_leaves_blocks_for_drafts(groups, draft_slots, num_blocks, loaded):
+    """vLLM would never begin the load otherwise. With a window, a hit ends only where its rows end."""
+    rig = Rig(make_identity(*groups), draft_slots=draft_slots)
+    rig.scheduler._open_loads.num_blocks = num_blocks
+    for group in groups:
+        rig.stored(3, group=group.group)
+    assert rig.match(rig.arrive(make_request(200))) == loaded
+    rig.scheduler.go_offline()
