@@ -130,7 +130,7 @@ class SchedulerSide:
         self._next.stores.clear()
         self._tracer.clear()
 
-    def reset_cache(self, reason: str) -> None:
+    def begin_namespace(self, reason: str) -> None:
         """Invalidate all cached KV by starting a new namespace. Call this when the weights may change.
 
         ``reason``: why other engines can't find what is stored from now on.

@@ -34,6 +34,8 @@ from lmcache_client.errors import UnsupportedError
 from lmcache_client.vllm.support import check_version
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
@@ -57,6 +59,8 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
             check_version(vllm.__version__)
             if role == KVConnectorRole.SCHEDULER:
                 self._scheduler = _make_scheduler(vllm_config, kv_cache_config)
+                on_change = partial(_call, self._scheduler, "note_change", None)
+                self._scheduler.are_weights_watched = _watch_weights(vllm_config, on_change)
             else:
                 self._worker = _make_worker(vllm_config, kv_cache_config)
         except Exception as error:
@@ -214,7 +218,7 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         return _call(self._scheduler, "take_events", [])
 
     def reset_cache(self) -> bool:
-        """Invalidate all cached KV, because the weights may change. Always succeeds."""
+        """Invalidate all cached KV if the weights may change. Always succeeds."""
         _call(self._scheduler, "reset_cache", None)
         return True
 
@@ -280,6 +284,12 @@ def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
         events=ChunkEvents() if events is not None and events.enable_kv_cache_events else None,
         tracer=make_tracer(getattr(observability, "otlp_traces_endpoint", None)),
     )
+
+
+def _watch_weights(vllm_config: Any, on_change: Callable[[str], None]) -> bool:
+    from lmcache_client.vllm.weights import watch_weights
+
+    return watch_weights(vllm_config, on_change)
 
 
 def _wanted_layout(vllm_config: Any) -> str | None:

@@ -110,16 +110,27 @@ class VLLMScheduler(SchedulerSide):
         """
         super().__init__(*args, **settings)
         self._draft_slots, self._max_tokens = draft_slots, max_tokens
+        self.are_weights_watched = False
+        """True if the weights can't change without a call of ``note_change``."""
+        self._change = ""  # the last call that may have changed the weights
         self._tables: dict[str, BlockTables] = {}  # with vLLM 0.29
         self._open_loads = OpenLoads(num_blocks - 1)
         self.free_blocks: Callable[[Any], object] | None = None
         """Returns the blocks of a request to vLLM; None with vLLM 0.29."""
 
-    def reset_cache(self, reason: str = "") -> None:
-        """Invalidate all cached KV, because the weights may change."""
-        reason = reason or private_until_restart("vLLM's caches were reset")
-        logger.warning("Cached KV stays private to this engine: %s", reason)
-        super().reset_cache(reason)
+    def reset_cache(self) -> None:
+        """Invalidate all cached KV, unless the weights are certainly the same as before the reset."""
+        if not self._change and self.are_weights_watched:
+            return
+        reason = self._change or private_until_restart("vLLM's caches were reset")
+        level = logging.DEBUG if self._private_reason else logging.WARNING
+        logger.log(level, "Cached KV stays private to this engine: %s", reason)
+        self.begin_namespace(reason)
+
+    def note_change(self, reason: str) -> None:
+        """Invalidate all cached KV, before a call that may change the weights."""
+        self._change = reason
+        self.reset_cache()
 
     def on_new_request(self, request: Any) -> None:
         """Send a hint. Ignores streaming sessions, because they replace tokens that were already hashed."""

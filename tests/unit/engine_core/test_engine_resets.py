@@ -88,3 +88,16 @@ def test_reset_before_the_first_worker_is_reported():
     rig.drain_lookups()
     rig.scheduler.go_offline()
     assert re.fullmatch(REASON, rig.session.private_reason)
+
+
+def test_reset_that_leaves_the_weights_alone_forgets_nothing_until_they_change(rig):
+    rig.session.memory_only = rig.scheduler.are_weights_watched = True
+    rig.loading()
+    rig.scheduler.reset_cache()
+    assert rig.match(rig.arrive(make_request(200, "after"))) == (192, True)
+    rig.scheduler.note_change("new weights")
+    for name in ("changed", "reset"):
+        rig.computing(make_request(200, name))
+        rig.drain_lookups()
+        assert rig.session.private_reason == "new weights"
+        rig.scheduler.reset_cache()
