@@ -12,12 +12,13 @@ One call copies all blocks of a chunk, or of several, without the GIL. There is 
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,63 +43,6 @@ class RowLoad(NamedTuple):
     first_block: int
     """Position in the slot of the first block's bytes, in blocks."""
     blocks: Sequence[int]
-
-
-class EngineCopier(Protocol):
-    """Copies bytes between the engine's KV and one slot, and returns when they have arrived. Thread-safe."""
-
-    row_bytes: Mapping[int, int]
-    """Bytes of this rank's part of one row, by KV group."""
-
-    batch_bytes: int
-    """Bytes that one call of ``load`` should copy. It copies at least one row."""
-
-    def fence(self) -> Fence:
-        """Mark the present end of the engine's work. Must be called on the engine's thread."""
-
-    def wait(self, fence: Fence) -> None:
-        """Return when the engine's work before the fence is done."""
-
-    def offer(self) -> TransferOffer:
-        """Describe where the KV is, so that the sidecar can copy new KV into the arena for the engine."""
-
-    def prepare(self, slots: Bytes, ready_rows: int, is_alone: bool = False) -> None:
-        """Prepare copies from and to the first ``ready_rows`` slots of a mapping of this rank's slots.
-
-        Only these slots have memory. The others must not be accessed from now on.
-
-        Args:
-            slots: the mapping, ``[num_rows, slot_bytes]``.
-            ready_rows: number of slots with memory.
-            is_alone: no copy from or to an older mapping is running.
-
-        Raises:
-            CudaError: a slot without memory may still be pinned for a device.
-        """
-
-    def watch_pins(self, on_change: Callable[[PinStatus], None]) -> None:
-        """Call ``on_change`` now and, from any thread, whenever the pinned part of the arena changes.
-
-        ``on_change`` must not block. It is never called if copies need no pinned memory.
-        """
-
-    def share(self, work: Callable[[], None]) -> None:
-        """Call ``work`` once on each thread of a load. Return when all calls have ended.
-
-        The calls divide the copies among themselves. The copier chooses the number of threads.
-        """
-
-    def load(self, rows: Sequence[RowLoad], fence: Fence) -> None:
-        """Fill blocks from slots.
-
-        Between two calls, a thread waits for the GIL: for up to 5 ms if the engine computes in Python.
-        """
-
-    def store(self, group: int, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
-        """Fill the slot from ``blocks``, which are one full row of a KV group."""
-
-    def close(self) -> None:
-        """Release all resources. No copy may be running, or begin later."""
 
 
 class Places:
@@ -139,18 +83,62 @@ class Places:
         return np.array(blocks, np.int64)
 
 
-class LoadThreads:
-    """Threads that share the copies of a load with the thread that began it."""
+class EngineCopier(abc.ABC):
+    """Copies bytes between the engine's KV and one slot, and returns when they have arrived. Thread-safe.
+
+    By default, a copier is one for host memory. It has no fence: an engine on CPUs has finished its forward
+    pass when it calls the connector.
+    """
 
     batch_bytes = 0
+    """Bytes that one call of ``load`` should copy. It copies at least one row."""
 
     def __init__(self, layouts: Mapping[int, Layout], num_threads: int) -> None:
+        """``num_threads``: threads that share the copies of a load, including the one that began it."""
         self.row_bytes: Mapping[int, int] = {group: layout.row_bytes for group, layout in layouts.items()}
+        """Bytes of this rank's part of one row, by KV group."""
         self._num_threads = num_threads
         self._helpers = futures.ThreadPoolExecutor(max(1, num_threads - 1), "lmcache-copy", use_all_cores)
 
+    def fence(self) -> Fence:
+        """Mark the present end of the engine's work. Must be called on the engine's thread."""
+        return None
+
+    def wait(self, fence: Fence) -> None:  # noqa: B027 - optional
+        """Return when the engine's work before the fence is done."""
+
+    def offer(self) -> TransferOffer:
+        """Describe where the KV is, so that the sidecar can copy new KV into the arena for the engine.
+
+        The offer of host memory is empty.
+        """
+        return TransferOffer()
+
+    def prepare(self, slots: Bytes, ready_rows: int, is_alone: bool = False) -> None:  # noqa: B027 - optional
+        """Prepare copies from and to the first ``ready_rows`` slots of a mapping of this rank's slots.
+
+        Only these slots have memory. The others must not be accessed from now on.
+
+        Args:
+            slots: the mapping, ``[num_rows, slot_bytes]``.
+            ready_rows: number of slots with memory.
+            is_alone: no copy from or to an older mapping is running.
+
+        Raises:
+            CudaError: a slot without memory may still be pinned for a device.
+        """
+
+    def watch_pins(self, on_change: Callable[[PinStatus], None]) -> None:  # noqa: B027 - optional
+        """Call ``on_change`` now and, from any thread, whenever the pinned part of the arena changes.
+
+        ``on_change`` must not block. It is never called if copies need no pinned memory.
+        """
+
     def share(self, work: Callable[[], None]) -> None:
-        """See ``EngineCopier``."""
+        """Call ``work`` once on each thread of a load. Return when all calls have ended.
+
+        The calls divide the copies among themselves.
+        """
         helpers = [self._helpers.submit(work) for _ in range(self._num_threads - 1)]
         try:
             work()
@@ -159,15 +147,24 @@ class LoadThreads:
         for helper in helpers:
             helper.result()
 
+    @abc.abstractmethod
+    def load(self, rows: Sequence[RowLoad], fence: Fence) -> None:
+        """Fill blocks from slots.
+
+        Between two calls, a thread waits for the GIL: for up to 5 ms if the engine computes in Python.
+        """
+
+    @abc.abstractmethod
+    def store(self, group: int, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
+        """Fill the slot from ``blocks``, which are one full row of a KV group."""
+
     def close(self) -> None:
-        """See ``EngineCopier``."""
+        """Release all resources. No copy may be running, or begin later."""
         self._helpers.shutdown()
 
 
-class CpuCopier(LoadThreads):
+class CpuCopier(EngineCopier):
     """Copies KV in host memory.
-
-    There is no fence: an engine on CPUs has finished its forward pass when it calls the connector.
 
     Several threads share a load, because a request waits for it. One thread copies a store, because the
     engine computes meanwhile.
@@ -179,23 +176,6 @@ class CpuCopier(LoadThreads):
     def __init__(self, layouts: Mapping[int, Layout], num_threads: int = 1) -> None:
         super().__init__(layouts, num_threads)
         self._groups = {group: _CpuGroup(layout) for group, layout in layouts.items()}
-
-    def fence(self) -> Fence:
-        """Return None: there is nothing to wait for."""
-        return None
-
-    def wait(self, fence: Fence) -> None:
-        """Return at once."""
-
-    def offer(self) -> TransferOffer:
-        """Return an empty offer: only GPU memory can be offered."""
-        return TransferOffer()
-
-    def prepare(self, slots: Bytes, ready_rows: int, is_alone: bool = False) -> None:
-        """Do nothing: host memory needs no preparation."""
-
-    def watch_pins(self, on_change: Callable[[PinStatus], None]) -> None:
-        """Do nothing: copies in host memory need no pinned memory."""
 
     def load(self, rows: Sequence[RowLoad], fence: Fence) -> None:
         """See ``EngineCopier``."""

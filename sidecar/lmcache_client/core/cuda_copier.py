@@ -13,16 +13,7 @@ from typing import Any
 
 import torch
 
-from lmcache_client.core.copier import (
-    Bytes,
-    CpuCopier,
-    EngineCopier,
-    Fence,
-    LoadThreads,
-    Places,
-    RowLoad,
-    allowed_cores,
-)
+from lmcache_client.core.copier import Bytes, CpuCopier, EngineCopier, Fence, Places, RowLoad, allowed_cores
 from lmcache_client.core.layout import Layout
 from lmcache_client.cuda import ipc
 from lmcache_client.cuda.copies import CopyBatch
@@ -44,23 +35,17 @@ _PIN_PAUSE_RATIO = 3.0
 An arena of 64 GiB is then pinned within about half a minute. Not yet verified on a GPU."""
 
 
-class CudaCopier(LoadThreads):
+class CudaCopier(EngineCopier):
     """Copies KV in device memory. Copies wait for a fence in the stream that the engine computes on."""
 
-    def __init__(
-        self, layouts: Mapping[int, Layout], device: Device, compute_stream: Callable[[], int] | None = None
-    ) -> None:
-        """``compute_stream``: returns the raw handle of the stream that the calling thread computes on; by
-        default the current stream of torch.
-
-        Raises CudaError.
-        """
+    def __init__(self, layouts: Mapping[int, Layout], device: Device) -> None:
+        """Raises CudaError."""
         super().__init__(layouts, _LOAD_THREADS)
         self._layouts = layouts
         self._places = {group: Places(layout) for group, layout in layouts.items()}
         self._uuid = device.uuid
         self._context = device.primary_context()
-        self._compute_stream = compute_stream or _torch_stream(next(iter(layouts.values())).pages[0].device)
+        self._compute_stream = _torch_stream(next(iter(layouts.values())).pages[0].device)
         self._load_stream, self._store_stream = GpuStream(self._context), GpuStream(self._context)
         self.pins: Pins | None = None
         """Pinned memory of the arena's mapping that was prepared last."""
