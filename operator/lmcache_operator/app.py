@@ -119,7 +119,7 @@ async def _work(
             await wait_for_definition(api)
             await kopf.operator(
                 registry=build_registry(queue, settle),
-                settings=_kopf_settings(),
+                settings=_kopf_settings(namespaces),
                 standalone=True,
                 # kopf would derive an identity from the user's name, which a pod's user may not have.
                 identity=cast(Any, FIELD_MANAGER),
@@ -252,8 +252,10 @@ def _watched() -> list[Kind]:
     return [kind for kind in kinds_of(COMPONENTS) if kind not in (CERTIFICATE, CLUSTER)]
 
 
-def _kopf_settings() -> kopf.OperatorSettings:
+def _kopf_settings(namespaces: Sequence[str]) -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
+    # kopf would drop the watches of a deleted namespace. They report it, and resume when it is created again.
+    settings.scanning.disabled = bool(namespaces)
     settings.posting.enabled = False
     # If the process cannot stop in time, it exits, and the kubelet starts it again.
     settings.process.ultimate_exiting_timeout = 20
@@ -261,7 +263,7 @@ def _kopf_settings() -> kopf.OperatorSettings:
     settings.watching.server_timeout = 600
     settings.watching.connect_timeout = 10
     settings.watching.chunk_size = 500
-    settings.networking.request_timeout = 30
+    settings.networking.request_timeout = None  # a refused list waits; `answer` limits each attempt
     settings.networking.connect_timeout = 5
     # The API server filters by label, so the operator never receives other Services and ConfigMaps.
     for kind in _watched():

@@ -57,6 +57,11 @@ LIMITED = Gauge(
     "1 for each limit that keeps a tier from its best size (limitedBy in status.autoscaling).",
     ["namespace", "name", "tier", "by"],
 )
+REFUSED_READS = Gauge(
+    "lmcache_operator_refused_reads",
+    "Kinds of reads that the API server refuses the operator in a namespace; *: in all namespaces.",
+    ["namespace"],
+)
 LEADING = Gauge("lmcache_operator_leading", "1: this operator leads and may write; 0: it stands by.")
 BUILD_INFO = Gauge("lmcache_operator_build_info", "Always 1; the label has the version.", ["version"])
 BUILD_INFO.labels(version=__version__).set(1)

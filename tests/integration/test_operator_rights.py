@@ -3,14 +3,18 @@
 ``kubectl auth can-i --list`` makes the same request.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from lmcache_operator import app
 from testing.kube.api import Api, ApiError, Object
 from testing.kube.cluster import Cluster
-from tests.harness.kube import CHART, new_namespace
+from tests.harness.kube import CHART, CLUSTERS, NAME, Operator, example, new_namespace
+from tests.harness.operator.clusters import wait_ready
 
 pytestmark = pytest.mark.kube
 
@@ -42,10 +46,10 @@ NAMESPACED = {
     "resource.k8s.io/resourceclaimtemplates": WRITE,
 }
 """Verbs by group and resource, in all namespaces, or only in those of ``watchNamespaces``."""
-CLUSTER = {"apiextensions.k8s.io/customresourcedefinitions": "list watch", "/nodes": "get"}
-"""Verbs in any namespace."""
-LISTED = CLUSTER | {"/namespaces": "list watch"}
+LISTED = {"/nodes": "get"}
 """Verbs in any namespace with ``watchNamespaces``."""
+CLUSTER = LISTED | {"apiextensions.k8s.io/customresourcedefinitions": "list watch"}
+"""Verbs in any namespace without ``watchNamespaces``."""
 
 
 def lease(name: str) -> dict[str, str]:
@@ -153,3 +157,75 @@ def test_operator_cannot_grant_rights_that_it_does_not_have(plane, chart, kind, 
     with pytest.raises(ApiError, match="attempting to grant RBAC permissions not currently held") as refused:
         api_of(plane, chart).create(kind, body, "default")
     assert refused.value.code == 403
+
+
+# -- a namespace that the API server refuses
+
+
+@pytest.fixture
+def pair(plane: Cluster, tmp_path: Path) -> Iterator[tuple[Operator, str, str]]:
+    """An operator that serves two namespaces and renews its watches every two seconds."""
+    with new_namespace(plane, "pair-served") as served, new_namespace(plane, "pair-lost") as lost:
+        plane.helm("install", "pair", CHART, "--namespace", served, *PAIR)
+        flags = [f"--namespace={name}" for name in (served, lost)]
+        program = ("-m", "testing.kube.impatient_operator", "--watch-seconds=2")
+        process = Operator(plane, tmp_path, f"{served}/pair", *flags, program=program)
+        process.start()
+        try:
+            yield process, served, lost
+        finally:
+            process.kill()
+            plane.helm("uninstall", "pair", "--namespace", served)
+
+
+PAIR = [
+    "--set", "crds.enabled=false", "--set", "watchNamespaces={pair-served,pair-lost}",
+    "--set", "fullnameOverride=pair", "--set", "policies.restrictClusters.enabled=false",
+]  # fmt: skip
+
+
+def test_lost_namespace_stops_no_other_one_and_is_served_again(plane, pair):
+    operator, served, lost = pair
+    images = map("e:{}".format, itertools.count())
+    num_reads = len(app._watched()) + 1  # lists of children and of LMCacheClusters
+
+    def num_refused() -> float:
+        operator.check()
+        return operator.metric("lmcache_operator_refused_reads")
+
+    def change(namespace: str) -> None:
+        plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"image": next(images)}}}, namespace)
+
+    def wait_lost() -> None:
+        """Wait until all reads of the namespace are refused. The other one is served."""
+        plane.wait(lambda: num_refused() >= num_reads)
+        change(served)
+        wait_ready(plane, served)
+
+    for namespace in (served, lost):
+        plane.api.create(CLUSTERS, example(), namespace)
+        wait_ready(plane, namespace)
+
+    binding = plane.api.get(BINDINGS, "pair", lost)
+    plane.api.delete(BINDINGS, "pair", lost)
+    change(lost)
+    wait_lost()
+    binding["metadata"] = {"name": "pair", "namespace": lost}
+    plane.api.create(BINDINGS, binding, lost)
+    wait_ready(plane, lost)
+    plane.wait(lambda: num_refused() == 0)
+
+    plane.api.patch(CLUSTERS, NAME, {"metadata": {"finalizers": ["example.com/other"]}}, lost)
+    plane.api.delete("v1/namespaces", lost)  # it terminates until another program removes the finalizer
+    wait_lost()
+    plane.api.patch(CLUSTERS, NAME, {"metadata": {"finalizers": None}}, lost)
+    plane.wait(lambda: not plane.api.find("v1/namespaces", lost))
+    plane.api.create("v1/namespaces", {"metadata": {"name": lost}})
+    plane.wait(lambda: plane.api.get("v1/serviceaccounts", "default", lost))
+    plane.api.create(CLUSTERS, example(), lost)
+    wait_lost()
+    plane.helm("upgrade", "pair", CHART, "--namespace", served, *PAIR)
+    wait_ready(plane, lost)
+    plane.wait(lambda: num_refused() == 0)
+    assert operator.log.count(f"namespace {lost} is not served") == 2
+    assert operator.log.count(f"namespace {lost} is served again") == 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from kubernetes.aio import config as kube_config
 from kubernetes.aio.client import Configuration
 from kubernetes.aio.client.rest import RESTClientObject
 
+from lmcache_operator.kube import refused_reads
 from lmcache_operator.kube.shallow import loads
 from lmcache_operator.specs.names import digest
 
 _METADATA_ONLY = "application/json;as={};g=meta.k8s.io;v=v1"
 _POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _KIND = "PartialObjectMetadata"
+_EXPIRED = b'{"type":"ERROR","object":{"code":410}}\n'
 _NEEDED = (
     "name", "namespace", "uid", "generation", "resourceVersion",
     "labels", "ownerReferences", "deletionTimestamp",
@@ -86,14 +89,18 @@ async def _ask_for_metadata(
     # kopf needs the content of custom resource definitions.
     if (is_watch or is_list) and not request.url.path.endswith("/customresourcedefinitions"):
         request.headers["Accept"] = _METADATA_ONLY.format(_KIND if is_watch else f"{_KIND}List")
-    return await handler(request)
+        if is_list:
+            return await refused_reads.until_allowed(request, handler)
+    return await (handler(request) if is_watch else refused_reads.answer(request, handler))
 
 
 class _Response(aiohttp.ClientResponse):
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
         await super().start(connection)
         if "watch" in self.url.query:
-            self.content = _Events(self.content)  # type: ignore[assignment]
+            is_refused = self.status in refused_reads.STATUSES
+            self.status = HTTPStatus.OK if is_refused else self.status
+            self.content = _Events(self.content, is_refused)  # type: ignore[assignment]
         return self
 
     async def json(self, **_: Any) -> Any:
@@ -104,15 +111,21 @@ class _Response(aiohttp.ClientResponse):
 
 
 class _Events:
-    """The stream of a watch, one reduced event per line."""
+    """The stream of a watch, one reduced event per line.
 
-    def __init__(self, content: aiohttp.StreamReader) -> None:
-        self._content = content
+    A refused watch has expired, for kopf: it lists again, and the list waits until the API server allows it.
+    """
+
+    def __init__(self, content: aiohttp.StreamReader, is_refused: bool) -> None:
+        self._content, self._is_refused = content, is_refused
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._content, name)
 
     async def iter_chunked(self, num_bytes: int) -> AsyncIterator[bytes]:
+        if self._is_refused:
+            yield _EXPIRED
+            return
         rest = bytearray()
         async for chunk in self._content.iter_chunked(num_bytes):
             rest += chunk

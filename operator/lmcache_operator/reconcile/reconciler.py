@@ -20,6 +20,7 @@ from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
 from lmcache_operator.contract.conditions import Event, Problem
 from lmcache_operator.errors import ApiError, RefusedError
+from lmcache_operator.kube import refused_reads
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.policy.report import Report
 from lmcache_operator.reconcile.absent import AbsentChildren
@@ -42,6 +43,7 @@ _RESYNC_SECONDS = 900.0
 """Time between reconciliations of a cluster without any change."""
 _ALWAYS_KNOWN = ("conditions", "observedGeneration", "readyReplicas", "replicas", "selector")
 """Fields of the status in every version of the LMCacheCluster definition."""
+_GET_CLUSTER = f"get {CLUSTER.plural}"
 _UNDECLARED = re.compile(r"\.status\.(\w+)\S*: field not declared in schema")
 """Field of the status that the API server refuses, as its message names it."""
 _WAIT = Backoff(base=5.0, cap=60.0)
@@ -124,7 +126,12 @@ class Reconciler:
             Exception: the failure of this run, after the status reported it. The queue retries later.
         """
         with metrics.RECONCILE_SECONDS.time(), metrics.RECONCILE_FAILURES.count_exceptions():
-            resource = await self._api.get(CLUSTER, key.namespace, key.name)
+            try:
+                resource = await self._api.get(CLUSTER, key.namespace, key.name)
+            except RefusedError as error:
+                refused_reads.refuse(key.namespace, _GET_CLUSTER, error.message)
+                return _WAIT.cap
+            refused_reads.allow(key.namespace, _GET_CLUSTER)
             if resource is None or resource["metadata"]["uid"] != key.uid:
                 self._forget(key)
                 self._wake_affected(key, None)

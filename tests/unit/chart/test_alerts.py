@@ -107,6 +107,13 @@ def test_alert_fires_and_resolves_in_time(tmp_path, name):
     assert check(tmp_path, name, CASES[name]) == ""
 
 
+def test_namespace_that_the_operator_may_not_read_is_a_failure(tmp_path):
+    refused = 'lmcache_operator_refused_reads{{namespace="{}"}}'.format
+    series = {refused("ns"): "0x10 13x40 1x20 0x60", refused("healthy"): ALWAYS_0}
+    case = Case(series, {"namespace": "ns"}, quiet=[9, 39], fires=[43, 70], resolved=[73])
+    assert check(tmp_path, "LMCacheOperatorFailing", case) == ""
+
+
 def test_wrong_expectation_is_noticed(tmp_path):
     """The harness would be useless if promtool accepted anything."""
     case = CASES["LMCacheSidecarNotReady"]

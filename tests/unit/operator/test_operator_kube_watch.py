@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,12 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmcache_operator import metrics
+from lmcache_operator.kube import refused_reads
 from lmcache_operator.kube.shallow import loads
 from lmcache_operator.kube.watch import login
 from lmcache_operator.specs.names import digest
+from lmcache_store.common.backoff import Backoff
 from tests.harness.web import answering
 
 values = st.recursive(
@@ -59,12 +63,19 @@ def write_kubeconfig(url: str) -> None:
     Path(os.environ["KUBECONFIG"]).write_text(json.dumps(config))
 
 
-async def fetch(path: str, body: str, use: Callable[[aiohttp.ClientResponse], Any]) -> tuple[Any, str]:
-    """Return the result of `use` for a response with this body, and the requested formats."""
-    accepted = []
+async def fetch(
+    path: str, body: str, use: Callable[[aiohttp.ClientResponse], Any], *refusals: int
+) -> tuple[Any, str]:
+    """Return the result of `use` for a response with this body, and the requested formats.
+
+    ``refusals``: statuses of the first responses.
+    """
+    accepted, statuses = [], iter(refusals)
 
     async def handle(request: web.Request) -> web.Response:
         accepted.append(request.headers["Accept"])
+        if status := next(statuses, None):
+            return web.json_response({"reason": "no", "message": "things are forbidden"}, status=status)
         return web.Response(text=body, content_type="application/json")
 
     async with answering(handle) as url:
@@ -109,3 +120,68 @@ def test_discovery_and_crds_are_returned_unchanged(path: str) -> None:
     body = {"kind": "CustomResourceDefinitionList", "items": [{"spec": {"group": "g"}}]}
     answer, accepted = asyncio.run(fetch(path, json.dumps(body), lambda r: r.json()))
     assert (answer, accepted) == (body, "*/*")
+
+
+THINGS = "/apis/a/v1/namespaces/lost/things"
+
+
+@pytest.fixture
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refused_reads, "_BACKOFF", Backoff(0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("path", "namespace"), [(THINGS, "lost"), ("/prefix" + THINGS, "lost"), ("/apis/a/v1/things", "*")]
+)
+@pytest.mark.usefixtures("_at_once")
+def test_refused_list_is_reported_once_and_repeated(
+    path: str, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    (answer, _) = asyncio.run(
+        fetch(f"{path}?limit=5", '{"items": []}', lambda response: response.json(), 403, 404, 403)
+    )
+    assert answer == {"items": []}
+    assert [record.message for record in caplog.records if record.name == refused_reads.__name__] == [
+        f"namespace {namespace} is not served: the API server refuses to list things: things are forbidden. "
+        "The operator retries",
+        f"namespace {namespace} is served again",
+    ]
+
+
+def test_namespace_is_refused_until_all_its_reads_are_allowed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    values = []
+    for change, read in [("refuse", "a"), ("refuse", "b"), ("refuse", "b"), ("allow", "b"), ("allow", "c"),
+                         ("allow", "a"), ("allow", "a")]:  # fmt: skip
+        getattr(refused_reads, change)("ns", read, *(["because"] if change == "refuse" else []))
+        values.append(metrics.REFUSED_READS.labels("ns")._value.get())
+    assert values == [1, 2, 2, 1, 1, 0, 0]
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_refused_watch_has_expired(status: int) -> None:
+    """Then kopf lists the objects again, and misses no change."""
+
+    async def read(response: aiohttp.ClientResponse) -> tuple[int, list[bytes]]:
+        return response.status, [chunk async for chunk in response.content.iter_chunked(5)]
+
+    ((answered, chunks), _) = asyncio.run(fetch(f"{THINGS}?watch=true", "", read, status))
+    assert answered == 200
+    assert [json.loads(chunk)["object"]["code"] for chunk in chunks] == [410]
+
+
+def test_refused_list_of_crds_is_left_to_kopf() -> None:
+    """kopf continues without, and a list of CRDs needs a right that not every installation has."""
+    path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions?limit=5"
+
+    async def status(response: aiohttp.ClientResponse) -> int:
+        return response.status
+
+    assert asyncio.run(fetch(path, "", status, 403))[0] == 403
+
+
+def test_expired_page_of_a_list_raises_what_kopf_retries() -> None:
+    with pytest.raises(aiohttp.ClientPayloadError):
+        asyncio.run(fetch(f"{THINGS}?limit=5&continue=x", "", lambda response: response.json(), 410))

@@ -8,6 +8,7 @@ import kopf
 import pytest
 from aiohttp import ClientSession
 
+from lmcache_operator import metrics
 from lmcache_operator.app import Health, build_registry
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.injection import Injection
@@ -188,6 +189,22 @@ def test_contest_pauses_grow_and_slow_drift_is_no_contest() -> None:
             time += 1
         pauses.append(time - start)
     assert pauses == [0, 0, 0, 30, 60, 120, 240, 480, 600, 600]
+
+
+def test_refused_read_of_a_cluster_is_repeated_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = ReconciledCluster.settled()
+    refused, failures = metrics.REFUSED_READS.labels(NAMESPACE)._value, metrics.RECONCILE_FAILURES._value
+    before = failures.get()
+
+    async def refuse(*_: object) -> None:
+        raise RefusedError("GET", "lmcacheclusters is forbidden")
+
+    with monkeypatch.context() as lost:
+        lost.setattr(bench.world, "get", refuse)
+        assert [bench.reconcile(), bench.reconcile()] == [60.0, 60.0]
+        assert (refused.get(), failures.get()) == (1, before)
+    bench.reconcile()
+    assert refused.get() == 0
 
 
 def test_nothing_is_created_in_a_terminating_namespace() -> None:
