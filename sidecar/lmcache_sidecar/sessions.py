@@ -157,7 +157,7 @@ class Sessions:
                     history,
                     blocking,
                     self._engine(client),
-                    store.memory.stats.tenants.budgets.of(request.tenant).name,
+                    store.memory.stats.tenants.budgets.of(chains.tenant).name,
                 )
             )
             if not chains.num_chunks:
@@ -183,7 +183,7 @@ class Sessions:
             length=peer.groups[request.group].chunk_bytes,
             first_chunk=request.first_chunk,
             request=request.request_id,
-            tenant=request.tenant,
+            tenant=validation.parse_tenant(request.tenant),
         )
         return pb.ReserveReply(
             results=[pb.Reservation.Name(reservation.result.value) for reservation in reserved],

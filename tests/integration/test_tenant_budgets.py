@@ -59,6 +59,28 @@ def test_flood_of_another_tenant_costs_a_guaranteed_tenant_one_point_of_hits_at_
     assert stats["hit_tokens"]["quiet"] > 0
 
 
+def test_guarantee_survives_a_restart_of_the_sidecar(tmp_path):
+    rows, flood_rows = tuple(range(20)), tuple(range(20, 40))
+    file = tenants_file(tmp_path / "tenants", minMemoryPercent=SHARE_PERCENT)
+    with SidecarProcess(memory_size="8Mi", tenants_file=file) as sidecar:
+        with engine(sidecar, "quiet") as quiet, engine(sidecar, "flooding") as flooding:
+            quiet.serve("before", rows)
+            flooding.serve("before", flood_rows)
+            sidecar.settled()
+        sidecar.restart()
+        with engine(sidecar, "quiet") as quiet, engine(sidecar, "flooding") as flooding:
+            present = {"default": len(flood_rows), "quiet": len(rows)}
+            sidecar.wait_until(lambda stats: stats["tenants"]["rows"] == present)  # once engines attach
+            sidecar.wait_until(lambda stats: not stats["num_previous_clients"])
+            for number in range(10, 20):
+                flooding.serve(f"flood-{number}", tuple(range(100 * number, 100 * number + 100)))
+                sidecar.settled()
+            assert sum(quiet.serve("after", rows)) == len(rows)
+            assert sum(flooding.serve("after", flood_rows)) < len(flood_rows), (
+                "the flood is harmless, so the test shows nothing"
+            )
+
+
 def test_sidecar_follows_the_file_and_continues_after_a_mistake(tmp_path):
     path = tmp_path / "tenants"
     file = tenants_file(path, memoryPercent=50)

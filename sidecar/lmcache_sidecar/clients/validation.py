@@ -20,6 +20,7 @@ from lmcache_client.rpc.times import RequestTimes
 from lmcache_sidecar.explain.open_requests import EndedRequest
 from lmcache_store.kv_groups import GroupKind, KVGroup, stored_blocks
 from lmcache_store.tiers.base import KEY_BYTES, ROW_KEY_BYTES, RowKey
+from lmcache_store.tiers.budgets import short_tenant
 from lmcache_store.tiers.memory.allocator import best_slots_per_frame
 from lmcache_store.tiers.memory.contracts import Chains, Geometry, Slot
 from lmcache_store.tiers.pages import PAGE_BYTES
@@ -133,7 +134,6 @@ def parse_lookup(request: pb.LookupRequest, peer: ParsedHello) -> Chains:
     numbers = [group.group for group in request.groups]
     if sorted(numbers) != peer.storing:
         raise invalid(f"groups must contain each of {peer.storing} once, they are {numbers[:MAX_GROUPS]}")
-    check_length("tenant", request.tenant)
     check_length("private_reason", request.private_reason.encode())
     blocks = request.scheduled.first_blocks
     check_length("first_blocks", blocks, service.MAX_FIRST_BLOCKS * service.NAME_BYTES)
@@ -143,7 +143,9 @@ def parse_lookup(request: pb.LookupRequest, peer: ParsedHello) -> Chains:
     require(len(set(map(len, keys))) == 1, "each group must have the same number of keys, one for each chunk")
     groups = tuple(peer.groups[number] for number in numbers)
     num_handed_over = min(request.num_handed_over_chunks, len(keys[0])) if keys else 0
-    return Chains(peer.hello.geometry.chunk_tokens, groups, keys, request.tenant, num_handed_over)
+    return Chains(
+        peer.hello.geometry.chunk_tokens, groups, keys, parse_tenant(request.tenant), num_handed_over
+    )
 
 
 def parse_reserve(request: pb.ReserveRequest, peer: ParsedHello) -> list[RowKey]:
@@ -154,9 +156,14 @@ def parse_reserve(request: pb.ReserveRequest, peer: ParsedHello) -> list[RowKey]
         )
     if request.request_id:
         parse_request_id(request.request_id)
-    check_length("tenant", request.tenant)
     _check_num_keys(len(request.keys), service.MAX_KEYS_PER_CALL)
     return _split_keys(request.keys)
+
+
+def parse_tenant(tenant: bytes) -> bytes:
+    """Return the tenant of a message, as the store knows it."""
+    check_length("tenant", tenant)
+    return short_tenant(tenant)
 
 
 def parse_pinned(message: pb.Pinned, peer: ParsedHello) -> PinStatus:

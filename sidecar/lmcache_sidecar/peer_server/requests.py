@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-MAX_WORDS = 4
-"""Words of a command: HMGET has a name and two fields, and OFFER a name, a length and a peer."""
+MAX_WORDS = 5
+"""Words of a command: OFFER has a name, a length, a peer and maybe a tenant."""
 MAX_WORD_BYTES = 512
 """Length of a word. A name has 64 bytes for the prefix at most, and 132 more. A password may be longer."""
 _MAX_LINE_BYTES = 8

@@ -81,7 +81,7 @@ class PeerRows:
 
         return self._in_loop(pin, lambda row: row.release() if row is not None else None)
 
-    def take_over(self, key: RowKey, length: int, peer: str) -> bool:
+    def take_over(self, key: RowKey, length: int, tenant: bytes, peer: str) -> bool:
         """Read a row from the peer that offers it, and wait for the result. False: refused."""
 
         async def take_over() -> bool:
@@ -89,7 +89,7 @@ class PeerRows:
             if store is None or self._tier is None:
                 return False
             is_known = self._tier.note_offer(key, store.memory.arena.table.num_columns, endpoint)
-            return is_known and await store.take_over(key, length, TIER_NAME)
+            return is_known and await store.take_over(key, length, tenant, TIER_NAME)
 
         try:
             (endpoint,) = parse_endpoints([peer])

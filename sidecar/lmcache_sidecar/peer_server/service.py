@@ -75,9 +75,9 @@ class PeerService:
         with self._lock:
             self.stats.read_columns += 1
 
-    def take_over(self, key: RowKey, length: int, peer: str) -> bool:
+    def take_over(self, key: RowKey, length: int, tenant: bytes, peer: str) -> bool:
         """Read a row from the peer that offers it. False: refused."""
-        is_taken = self.takes_offers and self.rows.take_over(key, length, peer)
+        is_taken = self.takes_offers and self.rows.take_over(key, length, tenant, peer)
         with self._lock:
             self.stats.taken_rows += is_taken
         return is_taken

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import socket
 import ssl
 import struct
@@ -17,6 +18,7 @@ from lmcache_sidecar.peer_server.service import PeerService
 from lmcache_store.common.sockets import Stream
 from lmcache_store.common.timing import TIMING
 from lmcache_store.tiers.base import ObjectId, RowKey
+from lmcache_store.tiers.budgets import short_tenant
 from lmcache_store.tiers.header import NO_CHECKSUM, Buffer, Header
 from lmcache_store.tiers.peers.peer import OFFER
 from lmcache_store.tiers.remote import objects
@@ -30,6 +32,7 @@ _STEP_SECONDS = 0.5
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 """A client whose node is gone loses its connection within a minute."""
 _MAX_LENGTH_DIGITS = 12
+_TENANT = re.compile(rb"([0-9a-f]{2}){1,8}")
 
 
 class PeerSession:
@@ -119,7 +122,7 @@ class PeerSession:
             self._send_first(*arguments)
         elif name == b"HGET" and len(arguments) == 2:
             self._send_piece(b"", *arguments)
-        elif name == OFFER.encode() and len(arguments) == 3:
+        elif name == OFFER.encode() and len(arguments) in (3, 4):
             self._take_over(*arguments)
         else:
             self._send([b"-ERR unknown command: rows of a peer can only be read\r\n"])
@@ -182,11 +185,14 @@ class PeerSession:
             self._turn_of = (self._key, column, number)
         return self._turn is not None
 
-    def _take_over(self, name: bytes, length: bytes, peer: bytes) -> None:
-        """Answer an offer: 1 if the row is in memory now, else 0."""
+    def _take_over(self, name: bytes, length: bytes, peer: bytes, tenant: bytes = b"") -> None:
+        """Answer an offer: 1 if the row is in memory now, else 0. A damaged tenant counts as none."""
         key = objects.parse_name(self._service.prefix, name)
         is_valid = length.isdigit() and len(length) <= _MAX_LENGTH_DIGITS and peer.isascii()
-        is_taken = key is not None and is_valid and self._service.take_over(key, int(length), peer.decode())
+        owner = short_tenant(bytes.fromhex(tenant.decode())) if _TENANT.fullmatch(tenant) else b""
+        is_taken = (
+            key is not None and is_valid and self._service.take_over(key, int(length), owner, peer.decode())
+        )
         self._send([b":%d\r\n" % is_taken])
 
     def _payload(self, name: bytes, column: int) -> memoryview | None:

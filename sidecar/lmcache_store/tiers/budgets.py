@@ -13,6 +13,14 @@ from lmcache_store import keys
 from lmcache_store.tenant_names import DEFAULT_NAME
 
 
+def short_tenant(tenant: bytes) -> bytes:
+    """Return the part of a tenant of the wire that the arena records, without zero bytes at its end.
+
+    The sidecar knows tenants only by this part. Different tenants agree in it once in 2**64.
+    """
+    return tenant[:8].rstrip(b"\0")
+
+
 @dataclass(frozen=True)
 class Budget:
     """Limits of a tenant. Percentages are of the usable slots of the memory tier."""
@@ -73,7 +81,7 @@ class SaltedBudgets:
     def resolve(self, namespaces: Iterable[bytes]) -> Budgets:
         """Return the budgets of the tenants of these namespaces."""
         salt_hashes = {
-            keys.tenant_of_hash(salt_hash, namespace): salt_hash
+            short_tenant(keys.tenant_of_hash(salt_hash, namespace)): salt_hash
             for namespace in namespaces
             for salt_hash in self.by_salt_hash
         }

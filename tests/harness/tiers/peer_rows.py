@@ -49,8 +49,8 @@ class Rows:
         self.num_pins += 1
         return Row(self, row_key)
 
-    def take_over(self, row_key, length, peer):
-        self.taken.append((row_key, length, peer))
+    def take_over(self, row_key, length, tenant, peer):
+        self.taken.append((row_key, length, tenant, peer))
         return True
 
 

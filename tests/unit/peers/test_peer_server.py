@@ -192,14 +192,14 @@ class MeetingRows(Rows):
         super().__init__()
         self._meeting = meeting
 
-    def take_over(self, row_key, length, peer):
+    def take_over(self, row_key, length, tenant, peer):
         if not self.taken:
             self._meeting.wait(PATIENT)
-        return super().take_over(row_key, length, peer)
+        return super().take_over(row_key, length, tenant, peer)
 
 
 def test_each_row_is_offered_to_one_peer():
-    offered = [(key(number), 100) for number in range(40)]
+    offered = [(key(number), 100, b"\0tenant" if number % 2 else b"") for number in range(40)]
     meeting = threading.Barrier(3)
     several = [MeetingRows(meeting) for _ in range(3)]
     with contextlib.ExitStack() as stack:
@@ -211,9 +211,20 @@ def test_each_row_is_offered_to_one_peer():
     assert all(each.taken for each in several)
 
 
+def test_damaged_tenant_of_an_offer_counts_as_none(rows):
+    name = objects.redis_name(PREFIX, key(1)).encode()
+    with serving(rows) as (_, peer), connect(peer) as connection:
+        for number, tenant in enumerate((b"", b"0", b"xy", b"00" * 9, b"A0", b"\xff\xff"), 1):
+            connection.sendall(command(b"OFFER", name, b"100", b"me:1", tenant))
+            wait_until(lambda number=number: len(rows.taken) == number)
+        connection.sendall(command(b"OFFER", name, b"100", b"me:1", b"01ff00"))
+        wait_until(lambda: rows.taken[-1] == (key(1), 100, b"\1\xff", "me:1"))
+    assert {tenant for _, _, tenant, _ in rows.taken[:-1]} == {b""}
+
+
 def test_offers_end_in_time(rows):
     with serving(rows) as (_, peer), reading(peer) as tier:
-        assert tier.hand_over([(key(1), 100)], "me:1", -1.0) == 0
+        assert tier.hand_over([(key(1), 100, b"")], "me:1", -1.0) == 0
     assert not rows.taken
 
 
@@ -233,6 +244,6 @@ def test_rows_that_a_peer_refuses_are_offered_to_another_one():
     with serving(willing) as (_, first), serving(unwilling) as (stopping, second):
         stopping.refuse_offers()
         with reading(first, second) as tier:
-            assert tier.hand_over([(key(number), 100) for number in range(20)], "me:1", PATIENT) == 20
+            assert tier.hand_over([(key(number), 100, b"") for number in range(20)], "me:1", PATIENT) == 20
     assert len(willing.taken) == 20
     assert not unwilling.taken

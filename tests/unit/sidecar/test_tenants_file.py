@@ -14,7 +14,7 @@ from lmcache_sidecar.pages.stats import document
 from lmcache_sidecar.pages.tenant_stats import tenants_part
 from lmcache_store import keys
 from lmcache_store.tenant_names import MAX_NAMED
-from lmcache_store.tiers.budgets import Budget
+from lmcache_store.tiers.budgets import Budget, short_tenant
 from lmcache_store.tiers.stats import MemoryStats
 
 NAMESPACE = b"n" * 32
@@ -58,7 +58,7 @@ class Bench:
         return [budget.name for budget in self.file.salted.listed]
 
     def budget(self, salt: str) -> Budget:
-        return self.file.budgets.of(keys.tenant(salt, NAMESPACE))
+        return self.file.budgets.of(short_tenant(keys.tenant(salt, NAMESPACE)))
 
 
 @pytest.fixture
@@ -250,12 +250,16 @@ def test_bytes_on_disk_count_for_the_salt_under_each_name_and_in_each_namespace(
         namespaces = NAMESPACE, b"m" * 32
         bench.file.add_namespace(namespaces[1])
         bench.file.resolve()
-        return {bench.file.budgets.owner(keys.tenant("s", namespace)) for namespace in namespaces}
+        return {
+            bench.file.budgets.owner(short_tenant(keys.tenant("s", namespace))) for namespace in namespaces
+        }
 
     former = owners("search")
     assert len(former) == 1
     assert owners("renamed") == former
-    other_salts = {bench.file.budgets.owner(keys.tenant(salt, NAMESPACE)) for salt in ("x", "y")}
+    other_salts = {
+        bench.file.budgets.owner(short_tenant(keys.tenant(salt, NAMESPACE))) for salt in ("x", "y")
+    }
     assert len(other_salts | former) == 3, "each other salt counts for itself"
 
 

@@ -161,7 +161,7 @@ class TestFile:
     def test_refused_capacity_keeps_the_old_rows(self, opened, path, monkeypatch, limit):
         arena = opened()
         arena.format(GEOMETRY)
-        arena.table.reserve(3, 1, key=b"k" * 64, owner=OWNER, length=5, generation=7)
+        arena.table.reserve(3, 1, key=b"k" * 64, owner=OWNER, length=5, generation=7, tenant=b"")
         arena.close()
         before = path.read_bytes()
         monkeypatch.setattr("lmcache_store.tiers.memory.capacity.memory_limit", lambda: limit)

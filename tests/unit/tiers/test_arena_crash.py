@@ -90,7 +90,7 @@ def test_entries_are_marked_free_while_they_change():
     """Check every store to an entry in write order."""
     entries = np.zeros((1, 1), ENTRY)
     table = SlotTable(entries)
-    table.reserve(0, 0, key=b"a" * 64, owner=OWNER, length=7, generation=3)
+    table.reserve(0, 0, key=b"a" * 64, owner=OWNER, length=7, generation=3, tenant=b"tenant")
     table.commit(0, 0)
     transitions = []
 
@@ -103,8 +103,9 @@ def test_entries_are_marked_free_while_they_change():
             )
 
     words, table._words = table._words, cast(Any, RecordingWords())
-    table.reserve(0, 0, key=b"b" * 64, owner=OWNER, length=8, generation=4)
+    table.reserve(0, 0, key=b"b" * 64, owner=OWNER, length=8, generation=4, tenant=b"")
     assert transitions[0] == (SlotState.COMMITTED, b"a", SlotState.FREE)
     assert transitions[-1] == (SlotState.FREE, b"b", SlotState.RESERVED)
     assert {after for _, _, after in transitions[:-1]} == {SlotState.FREE}
     assert (entries[0, 0]["length"], entries[0, 0]["generation"], entries[0, 0]["column"]) == (8, 4, 0)
+    assert entries[0, 0]["tenant"] == b"", "not that of an earlier row"

@@ -270,7 +270,6 @@ class MemoryMachine(MemoryOracleMachine):
             row.readers = row.pins = 0
             row.held = True
             row.request = object()
-            row.tenant = b""
             row.unverified = row.sealed
             row.spoilt |= not (row.sealed and row.visible)
             self.settle([row])

@@ -96,8 +96,10 @@ async def _offer(length: int) -> tuple[bool, int]:
         world.remote.objects.update(
             {(key, column): content(key, column)[:length] for column in range(NUM_COLUMNS)}
         )
-        is_taken = await world.store.take_over(key, length, "remote")
-        return is_taken, world.lookup([key]).num_resident
+        is_taken = await world.store.take_over(key, length, b"tenant", "remote")
+        num_hits = world.lookup([key]).num_resident
+        assert [world.store.memory.tenant(slot) for slot in world.slots([key])] == [b"tenant"] * num_hits
+        return is_taken, num_hits
 
 
 def test_offered_row_is_a_hit():

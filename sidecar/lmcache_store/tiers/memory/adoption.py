@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from lmcache_store.tiers.base import RowKey
 from lmcache_store.tiers.memory.contracts import Arena, OpenRow, Slot
 from lmcache_store.tiers.memory.rows import MemoryRows
 from lmcache_store.tiers.memory.slots import SlotState, next_generation, were_given, whole_rows
@@ -44,19 +43,20 @@ def adopt_rows(
         is_whole = whole_rows(entries) & is_given.all(axis=0)
         lengths = np.where(entries["state"] != SlotState.FREE, entries["length"], 0).max(axis=0)
         for offset in np.flatnonzero((entries["state"] != SlotState.FREE).any(axis=0)).tolist():
-            key = entries[0, offset]["key"].tobytes()
-            slot = Slot(first + offset, int(entries[0, offset]["generation"]))
+            newest = entries[int(entries["generation"][:, offset].argmax()), offset]
+            slot = Slot(first + offset, int(newest["generation"]))
             if not rows.allocator.allocate_at(slot.row, num_slots(int(lengths[offset]))):
                 table.free(slot.row)  # an engine overwrote this entry, or that of a neighbor
-            elif not _index(rows, slot, key, is_whole=is_whole[offset]):
-                _open_invalid(rows, slot.row, entries[:, offset], quarantine)
+            elif not _index(rows, slot, newest, is_whole=is_whole[offset]):
+                _open_invalid(rows, slot, entries[:, offset], quarantine)
         yield
     rows.is_holding_adopted = bool(rows.row_by_key or rows.dropped)
 
 
-def _index(rows: MemoryRows, slot: Slot, key: RowKey, *, is_whole: bool) -> bool:
+def _index(rows: MemoryRows, slot: Slot, entry: np.void, *, is_whole: bool) -> bool:
     """Index a row if it is whole and the first one with its key. It must be verified before use."""
-    rows.name(slot, key)
+    key = entry["key"].tobytes()
+    rows.name(slot, key, entry["tenant"].item())
     if not is_whole or rows.row_by_key.setdefault(key, slot.row) != slot.row:
         return False
     rows.unverified[slot.row] = 1
@@ -64,9 +64,8 @@ def _index(rows: MemoryRows, slot: Slot, key: RowKey, *, is_whole: bool) -> bool
     return True
 
 
-def _open_invalid(rows: MemoryRows, number: int, entries: NDArray[np.void], quarantine: Quarantine) -> None:
-    newest = entries[int(entries["generation"].argmax())]
-    row = OpenRow(newest["key"].tobytes(), Slot(number, int(newest["generation"])), is_invalid=True)
+def _open_invalid(rows: MemoryRows, slot: Slot, entries: NDArray[np.void], quarantine: Quarantine) -> None:
+    number, row = slot.row, OpenRow(rows.key(slot.row), slot, is_invalid=True)
     for column, entry in enumerate(entries):
         owner = entry["owner"].tobytes()
         if entry["state"] == SlotState.RESERVED and owner != SIDECAR:

@@ -156,7 +156,8 @@ class MemoryRows(RowIndex):
     def write(self, row: OpenRow, column: int, owner: bytes, length: int) -> None:
         """Reserve one column of a row for a writer."""
         number, generation = row.slot
-        self.table.reserve(number, column, key=row.key, owner=owner, length=length, generation=generation)
+        fields = {"key": row.key, "owner": owner, "tenant": self.tenant(number)}
+        self.table.reserve(number, column, **fields, length=length, generation=generation)
         row.writers[column] = owner
         self._incomplete.pop(number, None)
 

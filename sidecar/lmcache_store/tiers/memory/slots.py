@@ -25,7 +25,7 @@ ENTRY = np.dtype(
         ("generation", "<u8"),  # rises whenever the row is given out; never falls
         ("state", "<u4"),
         ("column", "<u4"),
-        ("spare", "V8"),
+        ("tenant", "S8"),  # ``budgets.short_tenant`` of the row's tenant; zeros: none
     ]
 )
 """ArenaLayout of one entry; part of the arena file's format and of the wire contract."""
@@ -35,10 +35,10 @@ NO_CHECKSUM = bytes(16)
 _MAX_GENERATIONS = 1 << 48
 """Upper bound of the generations that one format of an arena gives out, in any number of years."""
 
-_GIVEN = struct.Struct("<64s16s16sQQ")  # key .. generation
+_FIELDS = struct.Struct("<64s16s16sQQII8s")
 _KEY_BYTES = ENTRY["key"].itemsize
 # Where fields are, in units of their size.
-_WORDS, _STATE, _COLUMN = ENTRY_BYTES // 4, 28, 29
+_WORDS, _STATE = ENTRY_BYTES // 4, 28
 _QUADS, _LENGTH, _GENERATION = ENTRY_BYTES // 8, 12, 13
 
 
@@ -72,14 +72,14 @@ class SlotTable:
         return cls(np.zeros((num_columns, num_rows), ENTRY))
 
     def reserve(
-        self, row: int, column: int, *, key: bytes, owner: bytes, length: int, generation: int
+        self, row: int, column: int, *, key: bytes, owner: bytes, length: int, generation: int, tenant: bytes
     ) -> None:
         """Reserve the slot for ``owner``."""
         number = column * self.num_rows + row
         words, state = self._words, number * _WORDS + _STATE
         words[state] = _FREE
-        _GIVEN.pack_into(self._bytes, number * ENTRY_BYTES, key, owner, NO_CHECKSUM, length, generation)
-        words[number * _WORDS + _COLUMN] = column
+        fields = key, owner, NO_CHECKSUM, length, generation, _FREE, column, tenant
+        _FIELDS.pack_into(self._bytes, number * ENTRY_BYTES, *fields)
         words[state] = _RESERVED
 
     def commit(self, row: int, column: int) -> None:

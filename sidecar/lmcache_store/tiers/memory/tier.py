@@ -103,14 +103,14 @@ class MemoryTier(Reservations):
         number = self._rows.find(key)
         return None if number is None else self._rows.slot(number)
 
-    def hottest_half(self) -> list[tuple[RowKey, int]]:
-        """Return keys and payload lengths of the rows that would be evicted last, the last one first.
+    def hottest_half(self) -> list[tuple[RowKey, int, bytes]]:
+        """Return keys, payload lengths and tenants of the rows that would be evicted last, the last first.
 
         These are half of the rows without a lease.
         """
         numbers = [row for row in self._rows.policy.victims() if not self._rows.unverified[row]]
         hottest = reversed(numbers[len(numbers) // 2 :])
-        return [(self._rows.key(row), self._table.length(row, 0)) for row in hottest]
+        return [(self._rows.key(row), self._table.length(row, 0), self._rows.tenant(row)) for row in hottest]
 
     def knows(self, key: RowKey) -> bool:
         """Is there a row of this key, in any state?"""

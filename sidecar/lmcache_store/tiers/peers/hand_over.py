@@ -15,7 +15,8 @@ from lmcache_store.tiers.peers.peer import Peer
 _MAX_REFUSED = 4
 """Refusals in a row after which a peer gets no more offers: it stops, too, or its memory is in use."""
 
-Row = tuple[RowKey, int]
+Row = tuple[RowKey, int, bytes]
+"""Key, payload bytes per column, and tenant."""
 
 
 class HandOver:
@@ -25,7 +26,7 @@ class HandOver:
     """
 
     def __init__(self, rows: Sequence[Row], name: str, deadline: float) -> None:
-        """``rows``: keys and payload bytes per column, the hottest first. ``name``: the name of this pod."""
+        """``rows``: the hottest first. ``name``: the name of this pod."""
         self._name, self._deadline = name, deadline
         self._changed = threading.Condition()  # protects the following
         self._rows: Iterator[Row] = iter(rows)

@@ -16,7 +16,8 @@ from lmcache_store.tiers.remote.resp import RespConnection
 from lmcache_store.tiers.remote.server import RedisServer
 
 OFFER = "OFFER"
-"""Command with which a stopping pod offers a row: name, bytes per column, and the pod's own name."""
+"""Command with which a stopping pod offers a row: name, bytes per column, the pod's own name, and the tenant
+in hexadecimal if the row has one."""
 _MAX_IDLE = 3
 """Connections that stay open: two loads and a question."""
 
@@ -89,13 +90,13 @@ class Peer:
                 self._rate.end(monotonic(), loaded.length if loaded is not None else 0)
         return loaded
 
-    def offer(self, key: RowKey, length: int, name: str) -> bool:
+    def offer(self, key: RowKey, length: int, tenant: bytes, name: str) -> bool:
         """Offer a row. Returns whether the peer has read it. Raises TierUnavailableError and ServerError.
 
         ``length``: payload bytes per column. ``name``: the name of this pod in the peers' lists.
         """
-        command = (OFFER, objects.redis_name(self._prefix, key), str(length), name)
-        return self._numbers([command]) == [1]
+        command = (OFFER, objects.redis_name(self._prefix, key), str(length), name, tenant.hex())
+        return self._numbers([command if tenant else command[:-1]]) == [1]
 
     def bytes_per_second(self) -> float:
         """Return the rate of recent loads; 0.0 if it was not measured long enough."""

@@ -143,8 +143,7 @@ class PeersTier:
     def hand_over(self, rows: Sequence[Row], name: str, seconds: float) -> int:
         """Offer rows to the peers, which read them from this pod. Returns how many they took in time.
 
-        ``rows``: keys and payload bytes per column, the hottest first. ``name``: the name of this pod in the
-        peers' lists.
+        ``rows``: the hottest first. ``name``: the name of this pod in the peers' lists.
         """
         deadline = monotonic() + seconds
         with self._lock:

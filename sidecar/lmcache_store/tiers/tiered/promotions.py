@@ -139,18 +139,18 @@ class Promotions:
             return True
         return self._memory.is_being_written(key) or self._memory.is_resident(key)
 
-    async def take_over(self, key: RowKey, length: int, source: TierWorker) -> None:
+    async def take_over(self, key: RowKey, length: int, tenant: bytes, source: TierWorker) -> None:
         """Promote a row that no request asks for, unless it is in memory or being promoted.
 
         Each row is an eviction group of its own, so that a later one does not make this row look used.
         """
         num_slots = self._memory.num_slots(length)
-        if key in self._pending or self._memory.knows(key) or num_slots > self._num_left(b"", num_slots):
+        if key in self._pending or self._memory.knows(key) or num_slots > self._num_left(tenant, num_slots):
             return
-        self._begin(key, num_slots, b"")
+        self._begin(key, num_slots, tenant)
         self._num_taken += 1
         try:
-            write = await source.load(key, length, f"taken over {self._num_taken}", b"")
+            write = await source.load(key, length, f"taken over {self._num_taken}", tenant)
         finally:
             self._end(key)
         if write is not None:

@@ -275,16 +275,17 @@ class TieredStore:
         self.memory.unpin(slot)
         self._reads.done()
 
-    def hottest_rows(self) -> list[tuple[RowKey, int]]:
-        """Return keys and payload lengths of the rows that other pods should take over, the hottest first."""
-        return [(key, length) for key, length in self.memory.hottest_half() if self._is_shared(key)]
+    def hottest_rows(self) -> list[tuple[RowKey, int, bytes]]:
+        """Return keys, payload lengths and tenants of the rows that other pods should take over, the hottest
+        first."""
+        return [row for row in self.memory.hottest_half() if self._is_shared(row[0])]
 
-    async def take_over(self, key: RowKey, length: int, tier: str) -> bool:
+    async def take_over(self, key: RowKey, length: int, tenant: bytes, tier: str) -> bool:
         """Load a row from a lower tier although no request needs it now. Returns whether it is in memory."""
         is_valid = length in self._chunk_bytes.get(split_row_key(key)[0], ())
         if self.is_closed or not is_valid or tier not in self.lower:
             return False
-        taking = self._tasks.spawn(self._promotions.take_over(key, length, self.lower[tier]))
+        taking = self._tasks.spawn(self._promotions.take_over(key, length, tenant, self.lower[tier]))
         await asyncio.wait([taking])  # the store cancels it when it closes
         return not taking.cancelled() and self.memory.is_resident(key)
 
