@@ -38,6 +38,7 @@ class NoBytes:
 
     first_generation = 1
     shared_index = None
+    is_lost = False
 
     def __init__(self, num_slots: int) -> None:
         self.geometry = Geometry(SLOT_BYTES, 1)

@@ -40,11 +40,21 @@ _END_SECONDS = 2.0
 """Time that a stopping sidecar has after its grace period, to release its resources."""
 
 FIGURES: tuple[Figure[Daemon], ...] = (
-    Figure("uptime_seconds", "Seconds since the start", lambda daemon: daemon.uptime_seconds),
+    Figure(
+        "uptime_seconds",
+        "Seconds since the start, or since the arena was replaced",
+        lambda daemon: daemon.uptime_seconds,
+    ),
     Figure(
         "is_ready",
         "1 if engines can attach; otherwise /readyz gives the reason",
         lambda daemon: not daemon.not_ready_reason,
+    ),
+    Figure(
+        "arenas_lost",
+        "Arenas that the sidecar replaced, without their rows, because another process changed their file",
+        lambda daemon: daemon.num_lost_arenas,
+        is_counter=True,
     ),
     Figure("build_info", "1; the label has the version", lambda _: {lmcache_store.__version__: 1}, "version"),
 )
@@ -80,6 +90,8 @@ class Daemon:
         self._http_port = 0  # the port in use
         self._tokens = PageTokens("")
         self._following: asyncio.Task[None] | None = None
+        self.num_lost_arenas: int = 0
+        """Arenas that were replaced because another process changed their file."""
 
     def end_soon(self, *_: object) -> None:
         """Begin to stop (a signal handler). A watchdog ends the process if something hangs."""
@@ -94,12 +106,14 @@ class Daemon:
         """Start the sidecar, with retries, and wait for the end. Raises ConfigError without stay_up."""
         for sentence in self._reading.warnings:
             logger.warning("%s", sentence)
-        while not await self._try_to_start() and not self._stopping.is_set():
+        while not self._stopping.is_set():
+            if await self._try_to_start():
+                await self._until_lost()
+                continue
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), _RETRY_SECONDS)
             with contextlib.suppress(ConfigError):  # it may lack stay_up now: keep running
                 self._reading = read_again()
-        await self._stopping.wait()
         logger.info("Stopping")
 
     async def stop(self) -> None:
@@ -110,6 +124,20 @@ class Daemon:
             await self._http.stop()
         if self._following is not None:
             self._following.cancel()
+
+    async def _until_lost(self) -> None:
+        """Wait for the end, or until another process has changed the arena. Then end the sidecar."""
+        assert self._sidecar is not None, "it has just started"
+        events = [asyncio.create_task(event.wait()) for event in (self._stopping, self._sidecar.lost)]
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+        for event in events:
+            event.cancel()
+        if not self._stopping.is_set():
+            sidecar, self._sidecar, self._reason = self._sidecar, None, self.not_ready_reason
+            self.num_lost_arenas += 1
+            self._started = time.monotonic()
+            logger.error("Engines attach again, and all rows in memory are lost: %s", self._reason)
+            await sidecar.stop()
 
     # ---- starting ----
 
@@ -212,7 +240,7 @@ class Daemon:
 
     @property
     def uptime_seconds(self) -> float:
-        """Seconds since the start."""
+        """Seconds since the start, or since the arena was replaced, when most counters begin again."""
         return round(time.monotonic() - self._started, 3)
 
     def _stats(self) -> list[StatsPart]:

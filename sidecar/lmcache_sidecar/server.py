@@ -114,6 +114,7 @@ class Server:
     def _unary(self, method: service.Method, call: Callable[[Any], Any]) -> grpc.RpcMethodHandler[Any, Any]:
         async def work(data: bytes) -> Any:
             started = time.perf_counter()
+            self._sessions.check_arena()
             reply = call(_parse(method.request, data))
             if inspect.isawaitable(reply):
                 reply = await reply
@@ -165,7 +166,7 @@ class Server:
                 else:
                     raise invalid("after hello, Attach accepts only drained, extents_released and pinned")
         finally:
-            self._sessions.clients.detach(client)
+            self._sessions.detach(client)
             if sending is not None:
                 sending.cancel()
                 await asyncio.gather(sending, return_exceptions=True)  # writing to a lost stream may fail

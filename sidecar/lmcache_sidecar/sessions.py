@@ -72,6 +72,11 @@ class Sessions:
             **(self.store.pending_work if self.store else {}),
         }
 
+    def check_arena(self) -> None:
+        """Raise CallRefusedError if another process changed the arena's length: its replacement is due."""
+        if self.arena.is_lost:
+            raise precondition(self.arena.problem, service.REASON_ATTACH_AGAIN)
+
     async def start(self) -> None:
         """Adopt the rows that an earlier sidecar left in the arena."""
         self.clients.find_previous()
@@ -85,6 +90,7 @@ class Sessions:
         """Admit a client under a new epoch. Raises CallRefusedError."""
         peer = validation.parse_hello(hello)
         offers.check_offer(peer)
+        self.check_arena()
         if hello.transfer.gpu_uuid and (reason := reason_not_pinnable(self.arena.path)):
             raise precondition(reason)
         probe = self.clients.probe(peer)
@@ -102,6 +108,12 @@ class Sessions:
         client = self.clients.admit(peer, probe)
         self.copier.attach(client)
         return client
+
+    def detach(self, client: Client) -> None:
+        """Move a client whose stream ended to quarantine. A lost arena may be the reason for its end."""
+        if self.arena.is_lost:
+            self.clients.memory = None
+        self.clients.detach(client)
 
     def attached_message(self, client: Client) -> pb.Attached:
         """Return the answer to Hello."""

@@ -83,15 +83,16 @@ class Sidecar:
         self._resizer = Resizer(self.sessions, self._copier, self._size, self._server.announce)
         self._tasks = Tasks()
         self._peer_server: PeerServer | None = None
+        self.lost = asyncio.Event()
+        """Set when another process changed the arena. The owner must then replace this object."""
 
     @property
     def not_ready_reason(self) -> str:
         """Reason why engines can't attach now; empty if they can."""
         if not self._server.is_listening:
             return "the sidecar does not listen: it is starting or stopping"
-        if not self._arena.path.exists():
-            return f"the arena file {self._arena.path} was removed: restart the sidecar"
-        return ""
+        problem = self._arena.problem
+        return f"{problem}: the sidecar replaces it" if problem else ""
 
     async def start(self) -> None:
         """Start to listen. The arena populates its memory in the background.
@@ -122,13 +123,15 @@ class Sidecar:
                 self._tasks.spawn(_repeat(_CHECK_SECONDS, handle.tier.check))
 
     async def stop(self) -> None:
-        """Refuse new calls, write queued rows through, and release all resources except the arena's file."""
+        """Refuse new calls, write queued rows through, and release all resources except the arena's file.
+
+        If another process changed the arena, the rows are lost, and nothing is written."""
         if self._peer_server is not None:
             self._peer_server.refuse_offers()
         await self._server.stop()
         await self._copier.close()
         await self._tasks.cancel()
-        if (store := self.sessions.store) is not None:
+        if (store := self.sessions.store) is not None and not self._arena.problem:
             await self._drain(store)
         if self._peer_server is not None:
             await asyncio.to_thread(self._peer_server.close)
@@ -163,11 +166,11 @@ class Sidecar:
         return parts
 
     async def _keep_size(self) -> None:
-        """Resize the memory tier, step by step, whenever its size file changes.
+        """Resize the memory tier, step by step, whenever its size file changes, until the arena is lost.
 
         The lock ``forming`` excludes changes of the arena's format during a step.
         """
-        while True:
+        while not self._arena.problem:
             try:
                 await asyncio.to_thread(self._size.follow)
                 held = stats.held_bytes(self._arena, self._handles)
@@ -180,6 +183,7 @@ class Sidecar:
             except Exception as error:
                 self._resizer.note_bug(error)
             await asyncio.sleep(_RESIZE_SECONDS)
+        self.lost.set()
 
     async def _keep_budgets(self) -> None:
         """Follow the tenants file."""

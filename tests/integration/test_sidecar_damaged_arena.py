@@ -1,21 +1,63 @@
-"""An arena whose header or slot table was overwritten. An engine maps the whole arena, so it may do that. The
-next sidecar starts, serves, and never returns the bytes of another row.
+"""An arena whose header or slot table was overwritten, or whose file was shortened. An engine maps the whole
+arena, so it may do that. The next sidecar starts, serves, and never returns the bytes of another row.
 """
 
+import contextlib
+import os
 import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
+from lmcache_client.rpc.client import SidecarClient
 from lmcache_store.tiers.memory.layout import HEAD_BYTES, ArenaLayout, Head
 from lmcache_store.tiers.memory.slots import ENTRY, SlotState
+from testing.child_process import REPOSITORY
 from testing.deadlines import CALLS
-from tests.harness.engine import assert_stored, load, store
-from tests.harness.sidecar.wire import attached, make_keys, usable
+from testing.processes import SidecarProcess
+from tests.harness.engine import assert_stored, check_promoted, load, store
+from tests.harness.sidecar.wire import attached, make_hello, make_keys, usable
 
 DEADLINES = CALLS
 
 NUM_ROWS = 4
+
+ENGINE = """
+import sys
+from lmcache_client.rpc.client import SidecarClient
+from lmcache_client.rpc.errors import SidecarError
+from tests.harness.engine import CHUNK_BYTES, assert_stored, load, store
+from tests.harness.sidecar.wire import attached, make_hello, make_keys, slots_of
+
+def answer(text):
+    print(text, flush=True)
+    sys.stdin.readline()
+
+rows = range(4)
+client = SidecarClient(sys.argv[1], make_hello(engine_uuid=b"c" * 16))
+client.start()
+session = attached(client)
+answer("attached")
+store(session, *rows)
+slots = slots_of(session, make_keys(*rows))
+answer(f"stored {len(slots)}")
+num_valid, num_readable = sum(map(session.holds, slots)), 0
+for slot in slots:
+    try:
+        num_readable += session.view(slot.row, CHUNK_BYTES).any()
+    except SidecarError:
+        pass
+answer(f"found {len(slots_of(session, make_keys(*rows)))}, valid {num_valid}, readable {num_readable}")
+session = attached(client, newer_than=session)
+answer("attached")
+store(session, *rows)
+assert_stored(load(session, session, "r", *rows), *rows)
+answer("served")
+client.close()
+"""
+"""Program of an engine: attach, store, look at the rows, attach again, store, load."""
 
 
 @pytest.fixture
@@ -112,3 +154,56 @@ def test_damaged_head_gives_an_empty_arena_and_one_log_line(sidecar, abandoned_a
     assert num_offered(session) == 0
     store(session, *range(NUM_ROWS))
     assert_stored(load(session, session, "r", *range(NUM_ROWS)), *range(NUM_ROWS))
+
+
+@pytest.fixture
+def engine(sidecar):
+    """A process of an engine, and a function that lets it go on and compares what it prints next."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENGINE, sidecar.socket_path],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY,
+    )  # fmt: skip
+
+    def expect(text: str) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write("\n")
+            process.stdin.flush()
+        assert process.stdout.readline() == f"{text}\n"
+
+    with process:
+        assert process.stdout.readline() == "attached\n"
+        sidecar.wait_usable()
+        yield expect
+        process.kill()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4096, 32 << 20, 128 << 20])
+def test_file_of_another_length_ends_no_process_and_is_replaced(sidecar, engine, num_bytes):
+    engine(f"stored {NUM_ROWS}")
+    sidecar.settled()
+    sidecar.freeze()
+    os.truncate(sidecar.arena_path, num_bytes)
+    engine("found 0, valid 0, readable 0")
+    sidecar.thaw()
+    engine("attached")
+    sidecar.wait_usable()
+    engine("served")
+    assert sidecar.get("/readyz") == "ready\n"
+    assert sidecar.stats()["arenas_lost"] == 1
+    assert sidecar.log.count("another process changed the length of the arena") == 1
+
+
+def test_removed_file_is_replaced_and_rows_on_disk_remain(tmp_path):
+    with SidecarProcess(disk_path=tmp_path / "disk", disk_size="64Mi") as sidecar:
+        client = SidecarClient(sidecar.socket_path, make_hello())
+        client.start()
+        session = attached(client)
+        usable(sidecar)
+        store(session, 0)
+        sidecar.settled()
+        sidecar.arena_path.unlink()
+        session = attached(client, newer_than=session)
+        usable(sidecar)
+        check_promoted(session, 0)
+        assert sidecar.stats()["arenas_lost"] == 1
+        client.close()

@@ -34,6 +34,7 @@ class TorchArena:
 
     first_generation = 1
     shared_index = None
+    is_lost = False
 
     def __init__(self, geometry: Geometry, num_slots: int, device: str = "cpu") -> None:
         self.geometry = geometry

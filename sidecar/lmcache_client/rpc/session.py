@@ -20,6 +20,7 @@ from lmcache_client.rpc.open_copies import OpenCopies
 from lmcache_client.rpc.times import RequestTimes
 from lmcache_store.common.timing import TIMING
 from lmcache_store.tiers.base import ROW_KEY_BYTES
+from lmcache_store.tiers.errors import ArenaError
 from lmcache_store.tiers.memory.contracts import LookupResult, Reservation, Reserved, Slot
 from lmcache_store.tiers.memory.mapping import MappedColumn, MappedIndex
 
@@ -115,7 +116,7 @@ class SidecarSession:
         """Return the first ``num_bytes`` of this worker's column of a row, as a flat view.
 
         ``num_bytes``: ``chunk_bytes`` of the row's group. Raises StaleSessionError for a row outside this
-        arena, which must be from an older session.
+        arena, which must be from an older session, and if the arena's file has another length now.
         """
         if self._column is None:
             raise errors.SidecarUnavailableError(
@@ -123,7 +124,7 @@ class SidecarSession:
             )
         try:
             return self._column.view(row, num_bytes)
-        except IndexError as error:
+        except (IndexError, ArenaError) as error:
             raise errors.StaleSessionError(str(error)) from error
 
     def lookup(

@@ -28,6 +28,11 @@ class PinnedMemoryRow:
         self.columns = store.memory.payloads(slot)
         self._loop, self._store, self._slot = loop, store, slot
 
+    @property
+    def is_lost(self) -> bool:
+        """May the row have lost its bytes? If so after a read, the bytes may be wrong."""
+        return self._store.memory.arena.is_lost
+
     def release(self) -> None:
         """End the pin."""
         self.columns = []

@@ -168,6 +168,10 @@ class PeerSession:
         self._turn_of = (self._key, column, number + 1)
         piece = payload[start : start + sizes[number]]
         seal = seal_of(ObjectId(self._key, column), len(payload), start, piece)
+        if self._row is None or self._row.is_lost:
+            raise ConnectionAbortedError(
+                "another process changed the arena: the seal may be that of other bytes"
+            )
         if number == 0:
             self._service.note_read()  # before the client has the piece: a reader of the counters may know it
         self._send([head, b"$%d\r\n" % (len(piece) + len(seal)), piece, seal, b"\r\n"])

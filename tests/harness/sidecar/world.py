@@ -52,6 +52,7 @@ class FakeArena:
 
     column_offset = table_offset
     index_place = (0, 1)
+    is_lost = False
 
 
 class FakeStore:

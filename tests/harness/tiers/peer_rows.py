@@ -21,6 +21,8 @@ def key(number):
 
 
 class Row:
+    is_lost = False
+
     def __init__(self, rows, number):
         self._rows, self._key = rows, number
         self.columns = [memoryview(payload) for payload in rows.payloads[number]]

@@ -17,6 +17,7 @@ from testing.child_process import wait_until
 from tests.harness.tiers.peer_rows import (
     PATIENT,
     PREFIX,
+    Row,
     Rows,
     ask_for,
     command,
@@ -88,6 +89,13 @@ def test_row_that_is_evicted_after_the_question_is_a_miss(rows):
         assert load(tier, object_id, 1000) is None
         assert tier.find_each([object_id]) == [False]
     assert tier.stats.misses == 1
+
+
+def test_row_whose_arena_is_lost_while_it_is_read_is_a_miss(rows, monkeypatch):
+    (object_id,) = rows.add(1, b"x" * 1000)
+    monkeypatch.setattr(Row, "is_lost", True)
+    with serving(rows) as (_, peer), reading(peer) as tier:
+        assert load(tier, object_id, 1000) is None
 
 
 def test_row_of_another_length_is_invalid(rows):

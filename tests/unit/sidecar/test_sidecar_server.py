@@ -26,6 +26,9 @@ from tests.harness.loops import in_a_loop
 class BrokenSessions:
     """Sessions in which each call except release has a bug."""
 
+    def check_arena(self) -> None:
+        """The arena is whole."""
+
     def lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
         raise RuntimeError("boom")
 

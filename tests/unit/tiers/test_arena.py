@@ -1,7 +1,9 @@
+import asyncio
 import os
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from lmcache_store.tiers.errors import ArenaError
@@ -9,9 +11,10 @@ from lmcache_store.tiers.memory.arena import ArenaFile
 from lmcache_store.tiers.memory.contracts import Geometry, Slot
 from lmcache_store.tiers.memory.layout import HEAD_BYTES, ArenaLayout
 from lmcache_store.tiers.memory.mapping import MappedColumn
-from lmcache_store.tiers.memory.slots import ENTRY_BYTES, SlotState
+from lmcache_store.tiers.memory.slots import ENTRY_BYTES, NO_CHECKSUM, SlotState
 from lmcache_store.tiers.pages import PAGE_BYTES
-from tests.harness.tiers.arenas import Growing, mapped_column, tier_over
+from lmcache_store.tiers.tiered.checksums import Checksums
+from tests.harness.tiers.arenas import Growing, mapped_column, mapped_index, tier_over
 
 MIB = 1 << 20
 GEOMETRY = Geometry(64 << 10, 2)
@@ -131,6 +134,38 @@ class TestFile:
         assert not mapped.holds(Slot(slots[1].row, slots[1].generation + 1))
         tier.reserve(b"l" * 64, 1, OWNER, length=1)
         assert not mapped.holds(slots[1])
+
+    @pytest.mark.parametrize("num_bytes", [0, HEAD_BYTES, 7 * MIB, 9 * MIB])
+    def test_no_row_of_a_file_of_another_length_is_read_or_recorded(self, opened, path, num_bytes):
+        arena = opened()
+        arena.format(Geometry(64 << 10, 1))
+        tier = tier_over(arena)
+        slot = tier.reserve(b"k" * 64, 0, OWNER, length=1).slot
+        tier.commit([slot], 0, OWNER)
+        column, index = mapped_column(arena, 0), mapped_index(arena)
+        keys = np.frombuffer(b"k" * 64, "<u8").reshape(1, 8)
+        assert (column.holds(slot), index.find(keys).slots()) == (True, [slot])
+        os.truncate(path, num_bytes)
+        assert not column.holds(slot)
+        assert not index.find(keys).slots()
+        assert not index.find_each(keys).is_there.any()
+        for access in (lambda: column.view(slot.row, 1), lambda: column.populate(0, 1)):
+            with pytest.raises(ArenaError, match="changed the length"):
+                access()
+        assert arena.is_lost
+        assert path.stat().st_size == max(num_bytes, 8 * MIB + PAGE_BYTES)
+        assert not any(arena.view(slot.row, 0)) or num_bytes > 7 * MIB  # without a SIGBUS
+        assert tier.pin(slot) is None
+
+        async def record() -> None:
+            checksums = Checksums(tier)
+            tier._rows.pin(slot.row)  # as a commit does, before the file was changed
+            await checksums.record(slot)
+            await checksums.close()
+
+        asyncio.run(record())
+        assert arena.table.checksum(slot.row, 0) == NO_CHECKSUM
+        assert not column.holds(slot)
 
     def test_refuses_rows_beyond_the_last_one(self, opened):
         arena = opened()

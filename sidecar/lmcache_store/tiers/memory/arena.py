@@ -7,6 +7,7 @@ and slots.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import time
 from collections.abc import Sequence
@@ -86,6 +87,16 @@ class ArenaFile(GrowingFile):
         sidecars out."""
         return self._fd
 
+    @property
+    def problem(self) -> str:
+        """Reason why the file must be replaced; empty if no other process changed, moved or removed it."""
+        if self.is_lost:
+            return f"another process changed the length of the arena {self.path}"
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(self.path), os.fstat(self._fd)):
+                return ""
+        return f"another process removed or replaced the arena {self.path}"
+
     def check(self, geometry: Geometry) -> None:
         """Raise ArenaError if the arena is too small for one row of this geometry."""
         ArenaLayout.plan(self.capacity_bytes, geometry)
@@ -149,6 +160,8 @@ class ArenaFile(GrowingFile):
     def close(self) -> None:
         """Stop the thread and unmap the file. The file stays for the next process."""
         self._stop()
+        if self.is_lost:  # views and readers of GPUs share the lock, and may outlive this object
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
         os.close(self._fd)
         del self._data
         if self.geometry is not None:

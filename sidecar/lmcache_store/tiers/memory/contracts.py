@@ -214,5 +214,9 @@ class Arena(Protocol):
     def ready_rows(self) -> int:
         """Number of populated slots, the leading ones. Only these may be used."""
 
+    @property
+    def is_lost(self) -> bool:
+        """Has another process taken bytes of the rows away? If so after a read, the bytes may be wrong."""
+
     def view(self, row: int, column: int, length: int | None = None) -> memoryview:
         """Return the first ``length`` bytes of a row's column, writable; by default its first slot."""

@@ -10,9 +10,10 @@ Pages that have memory already cost almost nothing. With one column, the format 
 several columns it can use a part of them, because the capacity determines how far apart the columns are. The
 thread then alternates: it fills rows, and punches holes where no rows are wanted.
 
-**Size.** The length of the file is its capacity and never changes. ``resize`` determines how much memory the
-file takes. The file grows by extents, each when there is memory for it. After ``release_surplus``, the thread
-shrinks it by punching holes. A client that has a hole mapped reads zeros and never gets a SIGBUS.
+**Size.** The length of the file is its capacity. If another process changes it, the file is **lost** (see
+``is_lost``), and the sidecar replaces it. ``resize`` determines how much memory the file takes. The file
+grows by extents, each when there is memory for it. After ``release_surplus``, the thread shrinks it by
+punching holes. A client that has a hole mapped reads zeros and never gets a SIGBUS.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import bisect
 import logging
 import mmap
+import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +34,7 @@ from lmcache_store.tiers.memory import kernel_pages
 from lmcache_store.tiers.memory.capacity import check_available
 from lmcache_store.tiers.memory.layout import ArenaLayout
 from lmcache_store.tiers.memory.opening import allocate
+from lmcache_store.tiers.pages import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +72,17 @@ class GrowingFile:
         self._num_retained = 0  # slots that keep their memory until ``release_surplus``
         self._closing = False
         self._thread: threading.Thread | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Has another process changed the length of the file, so that rows lost bytes?
+
+        An access to missing bytes ends a process with SIGBUS. If bytes are missing, this property makes the
+        file longer than it ever was. No process faults any more, and no process trusts the file.
+        """
+        if (num_bytes := self._map.size()) < self.capacity_bytes:
+            os.ftruncate(self._fd, self.capacity_bytes + PAGE_BYTES)
+        return num_bytes != self.capacity_bytes
 
     @property
     def ready_rows(self) -> int:
@@ -243,6 +257,8 @@ class GrowingFile:
             for offset in range(start, end, _STEP_BYTES):
                 if self._closing or self._layout is not layout or rows.stop > self.target_rows:
                     return False
+                if self.is_lost:  # taking memory would give the file another length
+                    raise ArenaError("another process changed the length of the file")
                 step = min(_STEP_BYTES, end - offset)
                 if missing := kernel_pages.missing_bytes(self._fd, offset, offset + step):
                     check_available(missing)

@@ -1,4 +1,10 @@
-"""Clients' views of the arena file: a worker maps its column, a scheduler the index. Needs no torch."""
+"""Clients' views of the arena file: a worker maps its column, a scheduler the index. Needs no torch.
+
+**A file that another process shortens.** Every engine container may change the length of the file. An access
+behind the end ends a process with SIGBUS. The sidecar never changes the length while clients use the file.
+Each method therefore compares the length before it touches the memory. With another length, no row is found,
+and no copy is valid. An access that is under way when the file is shortened is not protected.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +23,29 @@ from lmcache_store.tiers.memory.shared_index import BUCKET_BYTES, BUCKET_ENTRIES
 from lmcache_store.tiers.memory.slots import ENTRY, SlotState
 
 
-class MappedColumn:
+class _MappedFile:
+    """The first ``end`` bytes of an arena file. Raises ArenaError when the file is shorter."""
+
+    def __init__(self, path: str | Path, end: int, access: int) -> None:
+        with Path(path).open("r+b" if access == mmap.ACCESS_WRITE else "rb") as file:
+            self._file_bytes = os.fstat(file.fileno()).st_size
+            if end > self._file_bytes:
+                raise ArenaError(
+                    f"{path} has {self._file_bytes} bytes, but the arena at least {end}: not the same file"
+                )
+            self._map = mmap.mmap(file.fileno(), end, access=access)
+
+    @property
+    def is_whole(self) -> bool:
+        """Has the file the length that it had when it was mapped?"""
+        return self._map.size() == self._file_bytes
+
+    def _check_whole(self) -> None:
+        if not self.is_whole:
+            raise ArenaError("another process changed the length of the arena: the sidecar replaces it")
+
+
+class MappedColumn(_MappedFile):
     """A worker's view of its column of an arena file. The offsets are those of ``Attached``.
 
     Raises ArenaError when the file is too small, OSError when it can't be opened.
@@ -37,7 +65,7 @@ class MappedColumn:
     ) -> None:
         self._slots_per_frame = slots_per_frame
         end = max(table_offset + num_rows * ENTRY.itemsize, column_offset + num_rows * slot_bytes)
-        self._map = _map(path, end, mmap.ACCESS_WRITE)
+        super().__init__(path, end, mmap.ACCESS_WRITE)
         data = np.frombuffer(self._map, np.uint8)
         self.slots = data[column_offset : column_offset + num_rows * slot_bytes].reshape(num_rows, slot_bytes)
         table = data[table_offset : table_offset + num_rows * ENTRY.itemsize].view(ENTRY)
@@ -45,7 +73,11 @@ class MappedColumn:
         self._states = table["state"]
 
     def view(self, row: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Return the first ``num_bytes`` of a row, flat. Raises IndexError if the row can't be that long."""
+        """Return the first ``num_bytes`` of a row, flat.
+
+        Raises IndexError if the row can't be that long, ArenaError if the file has another length now.
+        """
+        self._check_whole()
         num_slots, slot_bytes = self.slots.shape
         first = first_slot(row, num_slots // self._slots_per_frame, self._slots_per_frame)
         max_bytes = (self._slots_per_frame - first % self._slots_per_frame) * slot_bytes
@@ -55,6 +87,7 @@ class MappedColumn:
 
     def populate(self, first: int, end: int) -> None:
         """Fault slots ``first`` .. ``end - 1`` into this process's page tables. Releases the GIL."""
+        self._check_whole()
         if first < end:
             populate(self.slots[first:end].reshape(-1))
 
@@ -62,13 +95,14 @@ class MappedColumn:
         """Is the slot committed under this generation? If so after a copy, the copy is valid."""
         # The state is read first and last: between two writes of the sidecar an entry is FREE.
         return bool(
-            self._states[slot.row] == SlotState.COMMITTED
+            self.is_whole
+            and self._states[slot.row] == SlotState.COMMITTED
             and self._generations[slot.row] == slot.generation
             and self._states[slot.row] == SlotState.COMMITTED
         )
 
 
-class MappedIndex:
+class MappedIndex(_MappedFile):
     """A scheduler's read-only view of the shared index and the slot table's column 0; see ``shared_index``.
 
     Raises ArenaError when the file is too small, OSError when it can't be opened.
@@ -78,7 +112,7 @@ class MappedIndex:
         self, path: str | Path, table_offset: int, num_rows: int, index_offset: int, num_buckets: int
     ) -> None:
         end = index_offset + num_buckets * BUCKET_BYTES
-        self._map = _map(path, end, mmap.ACCESS_READ)
+        super().__init__(path, end, mmap.ACCESS_READ)
         words = np.frombuffer(self._map, U64)
         first = table_offset // U64.itemsize
         quads = ENTRY.itemsize // U64.itemsize
@@ -87,7 +121,7 @@ class MappedIndex:
 
     def find(self, keys: NDArray[np.uint64]) -> Found:
         """Find the leading visible rows of row keys ``[n, 8]`` (words). 128 keys take about 50 us."""
-        rows, is_indexed = self._candidates(keys)
+        rows, is_indexed = self._candidates(keys if self.is_whole else keys[:0])
         rows = rows[: _prefix(is_indexed)]
         is_there, generations = self._check(rows, keys[: len(rows)])
         num_found = _prefix(is_there)
@@ -95,6 +129,8 @@ class MappedIndex:
 
     def find_each(self, keys: NDArray[np.uint64]) -> Located:
         """Find every visible row of row keys ``[n, 8]`` (words)."""
+        if not self.is_whole:
+            return Located(np.zeros(len(keys), bool), np.zeros(len(keys), np.int64), keys[:, 0])
         rows, is_indexed = self._candidates(keys)
         rows[~is_indexed] = 0
         is_there, generations = self._check(rows, keys)
@@ -134,11 +170,3 @@ _GENERATION_AND_STATE = slice(13, 15)
 def _prefix(flags: NDArray[np.bool_]) -> int:
     """Return the number of leading True values."""
     return len(flags) if flags.all() else int(flags.argmin())
-
-
-def _map(path: str | Path, end: int, access: int) -> mmap.mmap:
-    with Path(path).open("r+b" if access == mmap.ACCESS_WRITE else "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if end > size:
-            raise ArenaError(f"{path} has {size} bytes, but the arena at least {end}: not the same file")
-        return mmap.mmap(file.fileno(), end, access=access)

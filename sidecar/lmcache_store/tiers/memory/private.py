@@ -25,6 +25,7 @@ class PrivateArena:
 
     first_generation = 1
     shared_index = None
+    is_lost = False
 
     def __init__(self, geometry: Geometry, num_slots: int) -> None:
         self.geometry = geometry

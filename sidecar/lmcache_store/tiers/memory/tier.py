@@ -145,7 +145,7 @@ class MemoryTier(Reservations):
     def pin(self, slot: Slot) -> RowKey | None:
         """Protect a visible row against eviction while this process reads its bytes. Returns None if the row
         is gone."""
-        if not self._rows.is_visible(slot):
+        if self.arena.is_lost or not self._rows.is_visible(slot):
             return None
         self._rows.pin(slot.row)
         return self._rows.key(slot.row)

@@ -41,8 +41,9 @@ class Checksums:
         try:
             columns = self._memory.payloads(slot)
             column_digests = await self._digests(columns, self._memory.tenant(slot))
-            for column, value in enumerate(checksums_of(key, columns, column_digests)):
-                table.record_checksum(slot.row, column, value)
+            if not self._memory.arena.is_lost:
+                for column, value in enumerate(checksums_of(key, columns, column_digests)):
+                    table.record_checksum(slot.row, column, value)
         finally:
             self._memory.unpin(slot)
         return column_digests
