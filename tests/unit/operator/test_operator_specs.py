@@ -106,6 +106,19 @@ def test_containers_meet_the_restricted_pod_security_standard() -> None:
     assert all("hostPath" not in volume for volume in spec["volumes"])
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_only_engine_and_sidecar_mount_the_arena(name: str) -> None:
+    spec = pod_of(**CASES[name])
+    mounting = {
+        each["name"]
+        for each in spec["containers"] + spec["initContainers"]
+        for mount in each.get("volumeMounts", ())
+        if mount["mountPath"] in ("/run/lmcache", "/var/lib/lmcache")
+    }
+    assert mounting == {"engine", "sidecar"}
+    assert [each["name"] for each in spec["containers"]] == ["engine"]
+
+
 def test_sidecar_accepts_its_rendered_configuration(tmp_path: Path) -> None:
     file = tmp_path / "sidecar.yaml"
     file.write_text(child_of("ConfigMap", **FULL)["data"]["sidecar.yaml"])
