@@ -225,6 +225,8 @@ def claim_socket(path: str) -> None:
     directory = os.path.dirname(path) or "."
     if not os.path.isdir(directory):
         raise ConfigError(f"--socket: {directory} is not a directory: create it, or mount a volume there")
+    if problem := service.directory_problem(directory):
+        raise ConfigError(f"--socket: {problem}")
     if not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(os.lstat(path).st_mode):

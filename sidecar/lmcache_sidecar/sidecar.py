@@ -236,6 +236,8 @@ def _open_arena(config: Config, num_bytes: int) -> ArenaFile:
     directory = os.path.dirname(config.arena_path) or "."
     if not os.path.isdir(directory):
         raise ConfigError(f"--arena: {directory} is not a directory: create it, or mount a volume there")
+    if problem := service.directory_problem(directory):
+        raise ConfigError(f"--arena: {problem}")
     reason = reason_not_pinnable(Path(config.arena_path))
     if reason and Mode(config.transfer) is Mode.CUDA_IPC:
         raise ConfigError(f"--arena: {reason}")

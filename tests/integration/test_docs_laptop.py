@@ -69,7 +69,7 @@ def test_get_started_on_a_laptop(tmp_path):
             }
         )
         terminal.words |= {
-            "/dev/shm/kv": str(shared),
+            "/dev/shm/kv-$USER": str(shared),
             "localhost:8000": f"localhost:{api_port}",
             "localhost:9464": f"localhost:{http_port}",
         }

@@ -1,6 +1,7 @@
 """Calls that a real sidecar refuses with a status and a sentence. A refused call changes nothing."""
 
 import itertools
+import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -247,6 +248,50 @@ def test_engine_with_another_geometry_waits_until_the_last_engine_leaves(sidecar
     usable(sidecar)
     store(session, 1)
     assert sidecar.stats()["geometry"] == {"slot_bytes": 200_704, "num_columns": 1, "slots_per_frame": 1}
+
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another user")
+
+
+@needs_root
+def test_directory_of_another_user_is_refused_by_sidecar_and_engine(sidecar, connect):
+    os.chown(sidecar.folder, 65534, -1)
+    client = connect()
+    wait_until(lambda: "belongs to user 65534" in client.detached_reason)
+    assert "install -d -m 700" in client.detached_reason
+    for option in ("socket", "arena"):
+        with SidecarProcess(stay_up="true", **{option: sidecar.folder / "other"}) as refused:
+            assert (
+                f"--{option}: {sidecar.folder} belongs to user 65534" in refused.stats()["not_ready_reason"]
+            )
+    os.chown(sidecar.folder, os.getuid(), -1)
+    attached(client)
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("owner", "mode", "problem"),
+    [
+        (7, 0o700, ""),
+        (7, 0o2770, ""),  # the socket itself admits the group
+        (7, 0o777, "all users may replace files"),
+        (7, 0o1777, ""),
+        (0, 0o777, ""),  # an emptyDir
+        (0, 0o3777, ""),  # an emptyDir in memory, with fsGroup
+        (8, 0o700, "belongs to user 8, and this process is user 7"),
+    ],
+)
+def test_directory_that_others_may_change_is_a_problem(tmp_path, monkeypatch, owner, mode, problem):
+    os.chown(tmp_path, owner, -1)
+    tmp_path.chmod(mode)
+    monkeypatch.setattr(os, "geteuid", lambda: 7)
+    reported = service.directory_problem(str(tmp_path))
+    assert problem in reported
+    assert bool(problem) == bool(reported)
+
+
+def test_directory_of_all_users_is_a_problem():
+    assert "all users share /dev/shm" in service.directory_problem("/dev/shm")
 
 
 def num_refused(sidecar: SidecarProcess, code: str) -> float:

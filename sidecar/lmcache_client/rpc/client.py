@@ -143,6 +143,8 @@ class SidecarClient:
         """Serve one stream until it ends."""
         if not os.path.exists(self._socket_path):
             raise OSError(f"no socket at {self._socket_path}: is the sidecar up and its directory mounted?")
+        if problem := service.directory_problem(os.path.dirname(self._socket_path) or "."):
+            raise OSError(f"the socket's owner may be an attacker: {problem}")
         self._lock_file.acquire()
         attachment = self._attachment = Attachment(
             self._socket_path, self._hello, self._copies, self._pending_releases, self._on_rows

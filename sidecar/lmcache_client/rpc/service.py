@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import stat
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -59,6 +60,7 @@ REASON_ENGINE_COPIES = "engine-copies"
 REASON_PROTOCOL = "protocol"
 """The protocol versions differ: only an upgrade helps, so clients retry slowly."""
 
+_SHARED_DIRECTORIES = "/tmp", "/var/tmp", "/dev/shm"
 
 _SLOT = struct.Struct("<QQ")
 SLOT_BYTES = _SLOT.size
@@ -112,6 +114,23 @@ def check_socket_path(path: str) -> None:
             f"socket path {path!r} has {num_bytes} bytes, the system takes at most {MAX_SOCKET_PATH_BYTES}:"
             " choose a shorter directory"
         )
+
+
+def directory_problem(directory: str) -> str:
+    """Return why other users could replace the files in a directory, with the remedy; empty if they can't.
+
+    A directory of root is the system's, or a volume of a pod, where any user may be able to write: engine and
+    sidecar can be different users there, and containers of one pod trust each other. Raises OSError.
+    """
+    status, user = os.stat(directory), os.geteuid()
+    remedy = "make a directory that only you can use: install -d -m 700 DIRECTORY"
+    if os.path.realpath(directory) in _SHARED_DIRECTORIES:
+        return f"all users share {directory}: {remedy}"
+    if status.st_uid not in (0, user):
+        return f"{directory} belongs to user {status.st_uid}, and this process is user {user}: {remedy}"
+    if status.st_uid and status.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+        return f"all users may replace files in {directory}: chmod o-w {directory}"
+    return ""
 
 
 def locks_directory(socket_path: str) -> Path:
