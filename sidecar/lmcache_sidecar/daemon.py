@@ -40,11 +40,7 @@ _END_SECONDS = 2.0
 """Time that a stopping sidecar has after its grace period, to release its resources."""
 
 FIGURES: tuple[Figure[Daemon], ...] = (
-    Figure(
-        "uptime_seconds",
-        "Seconds since the start, or since the arena was replaced",
-        lambda daemon: daemon.uptime_seconds,
-    ),
+    Figure("uptime_seconds", "Seconds since the start or a lost arena", lambda daemon: daemon.uptime_seconds),
     Figure(
         "is_ready",
         "1 if engines can attach; otherwise /readyz gives the reason",

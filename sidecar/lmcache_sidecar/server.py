@@ -175,7 +175,7 @@ class Server:
         """Send new extents and a new store copier to one client, until the task is cancelled."""
         last_extents = attached.ready_rows, 0
         copier = pb.StoreCopier(store_copier=attached.store_copier, reason=attached.copier_reason)
-        while True:
+        while client.is_attached:
             announced = self._announced
             extents = self._sessions.extents(client)
             # Without a round, a client needs to hear only of more rows.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 _FINAL_DRAIN_SECONDS = 2.0
 """Time to write through the rows of engines that left, before the arena gets another format."""
+
+_REFUSAL_SECONDS = 10.0
+"""Time for which a refusal is reported. A refused client tries again after 3 s at most."""
 
 
 class Sessions:
@@ -59,8 +63,15 @@ class Sessions:
         clients.on_engine_dead = lambda engine: self.causes.end_engine(engine)
         self.forming = asyncio.Lock()
         """Lock for changes of the arena's format, which contain awaits."""
+        self._refusal = "", -math.inf  # the last one, and its time
         self.release_round = 0
         """Present round in which workers are asked to release rows that are not ready any more; 0: none."""
+
+    @property
+    def attach_refusal(self) -> str:
+        """Why a client was refused in the last seconds: others hold the arena's format; empty if none was."""
+        reason, refused_at = self._refusal
+        return reason if time.monotonic() - refused_at < _REFUSAL_SECONDS else ""
 
     @property
     def pending_work(self) -> dict[str, int]:
@@ -266,14 +277,20 @@ class Sessions:
         """Return the store for this geometry. Formats the arena if it has another one and no live clients."""
         present = self.arena.geometry
         if present != geometry:
-            if self.copier.num_slots_under_way:
-                raise precondition("the reader of a GPU may still write to the arena: attach again")
-            num_clients = len(self.clients.by_uuid) or len(self.clients.previous)
+            holders = self.clients.holders
+            num_clients = len(holders) or len(self.clients.previous)
             if present is not None and num_clients:
-                raise precondition(
-                    f"the arena has the format {present} for {num_clients} live clients, this client needs"
-                    f" {geometry}: stop those engines, or give this engine a separate sidecar"
+                first = f", such as the {holders[0].peer}" if holders else ""
+                refusal = (
+                    f"the arena has the format {present} for {num_clients} live clients{first}, this client"
+                    f" needs {geometry}: stop those engines, or give this engine a separate sidecar"
                 )
+                self._refusal = refusal, time.monotonic()
+                raise precondition(refusal)
+            for client in self.clients.by_uuid.values():  # without slots, so that none of them writes
+                self.detach(client)
+            if self.copier.has_readers:
+                raise precondition("the reader of a GPU may still write to the arena: attach again")
             try:
                 self.arena.check(geometry)
                 await self._close_store()

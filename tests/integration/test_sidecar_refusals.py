@@ -243,6 +243,7 @@ def test_engine_with_another_geometry_waits_until_the_last_engine_leaves(sidecar
         second = connect(engine_uuid=b"p" * 16, chunk_bytes=200_000)
         remedy = "stop those engines, or give this engine a separate sidecar"
         wait_until(lambda: remedy in second.detached_reason)
+        assert remedy in sidecar.stats()["attach_refusal"]
     session = attached(second)
     assert session.slots.shape[1] == 200_704
     usable(sidecar)

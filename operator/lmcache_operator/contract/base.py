@@ -71,6 +71,8 @@ class SidecarState(NamedTuple):
     """Why the sidecar is not ready; empty: it is ready."""
     is_attached: bool = False
     """Whether its engine is connected and uses it."""
+    attach_refusal: str = ""
+    """Why the sidecar refuses an engine that tries to attach; empty: it refuses none."""
     lookups: LookupFigures = LookupFigures()
     transfer: str = ""
     """CudaIPC (the sidecar copies KV) or SharedMemory (the engine copies); empty: no engine, or unknown."""

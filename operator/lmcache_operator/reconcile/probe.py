@@ -27,7 +27,7 @@ _PROBE_SECONDS = 3.0
 """Time for all sidecars of a cluster. The next probe starts with those that this one did not reach."""
 _SILENCE_SECONDS = 60.0
 """Time before a silent sidecar is probed again: unreachable pods must not slow down reconciliation."""
-_REASONS = "reason", "transfer_reason", "resize_problem"
+_REASONS = "reason", "attach_refusal", "transfer_reason", "resize_problem"
 
 
 class _Last(NamedTuple):
@@ -106,6 +106,7 @@ def read_sidecar(stats: dict[str, Any]) -> SidecarState:
     return SidecarState(
         reason="" if stats.get("is_ready") is True else reason_of(stats, "not_ready_reason"),
         is_attached=isinstance(num_attached, int) and num_attached > 0,
+        attach_refusal=plain(stats.get("attach_refusal")),
         lookups=LookupFigures(
             count_of(lookups.get("lookup_tokens")), {tier: count_of(hits.get(tier)) for tier in tiers}
         ),

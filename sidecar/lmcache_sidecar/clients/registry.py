@@ -34,6 +34,10 @@ MAX_CLIENTS = 128
 Each takes about 30 KiB and a descriptor, and some calls take time in proportion to all of them."""
 
 
+HOLD_SECONDS = 60.0
+"""Time for which a client that makes no calls holds the arena's format against engines that need another."""
+
+
 class ClientCall(Protocol):
     """A call of an attached client."""
 
@@ -60,6 +64,10 @@ class Client:
     probe: LockProbe
     """Probe of the client's lock; the liveness monitor takes it over when the stream ends."""
     epoch: int
+    attached_at: float = 0.0
+    """Time at which the client first attached."""
+    has_called: bool = False
+    """Has the client made a call, in any epoch? Until then it holds no slots and no leases."""
     is_attached: bool = True
     prefill_tokens_per_second: float = 0.0
     """Prefill speed that the engine reported last; 0: not known yet."""
@@ -120,6 +128,7 @@ class Clients:
         self.on_engine_dead: Callable[[bytes], None] = lambda _: None
         """Callback for the end of an engine: all of its clients are dead. Gets the engine's UUID."""
         self.monitor = LivenessMonitor(self._on_dead, clock)
+        self._clock = clock
         self._locks_directory = locks_directory
         self._make_probe = make_probe
         self._last_epoch = 0
@@ -162,7 +171,10 @@ class Clients:
             self.detach(older)
         self.monitor.forget(peer.uuid)
         self._last_epoch = max(self._last_epoch + 1, time.time_ns())  # no earlier sidecar used it
-        client = self.by_uuid[peer.uuid] = Client(peer, probe, self._last_epoch)
+        attached_at = self._clock() if older is None else older.attached_at
+        has_called = older is not None and older.has_called
+        client = Client(peer, probe, self._last_epoch, attached_at, has_called)
+        self.by_uuid[peer.uuid] = client
         logger.info("Client %s attached, epoch %d: %s", peer.uuid.hex(), client.epoch, peer)
         return client
 
@@ -188,7 +200,14 @@ class Clients:
         if client is None or not client.is_attached:
             raise precondition("this client is not attached: attach again", service.REASON_ATTACH_AGAIN)
         client.check_epoch(request.epoch)
+        client.has_called = True
         return client
+
+    @property
+    def holders(self) -> list[Client]:
+        """Clients that hold the arena's format: they have made a call, or attached a short time ago."""
+        oldest = self._clock() - HOLD_SECONDS
+        return [c for c in self.by_uuid.values() if c.has_called or c.attached_at > oldest]
 
     def calling_worker(self, request: ClientCall) -> ParsedHello:
         """Return the calling worker. Raises CallRefusedError as ``caller`` does, and for a scheduler."""

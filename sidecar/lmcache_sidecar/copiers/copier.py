@@ -78,6 +78,11 @@ class SidecarCopier:
         return sum(gpu.num_slots_under_way for gpu in self._gpus.values())
 
     @property
+    def has_readers(self) -> bool:
+        """Are there readers of GPUs, which know the arena's present format?"""
+        return not all(gpu.is_idle for gpu in self._gpus.values())
+
+    @property
     def pins(self) -> dict[str, PinStatus]:
         """Amount of the arena that each reader has pinned, by the UUID of its GPU."""
         return {uuid: gpu.pins for uuid, gpu in self._gpus.items()}

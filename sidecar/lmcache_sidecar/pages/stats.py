@@ -302,6 +302,7 @@ def collect(
     facts = {
         "epoch": arena.epoch,
         "geometry": arena.geometry and asdict(arena.geometry),
+        "attach_refusal": sessions.attach_refusal,
         "private_reason": sessions.clients.private_reason,
         "clients": list(map(_client, islice(sessions.clients.by_uuid.values(), MAX_LISTED_CLIENTS))),
     }

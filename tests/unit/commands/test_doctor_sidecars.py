@@ -115,6 +115,7 @@ def test_private_keys_are_a_failure_only_with_lower_tiers():
     [
         ({"is_ready": False, "not_ready_reason": "bad URL"}, "sidecars", FAILURE, "not ready: bad URL"),
         ({"num_clients": {"attached": 0}, "clients": []}, "sidecars", FAILURE, "serves without the cache"),
+        ({"attach_refusal": "stop those engines"}, "sidecars", FAILURE, "the cache: stop those engines."),
         ({"version": "0.0.9"}, "sidecarVersions", WARNING, "has version 0.1.0, and the sidecar 0.0.9"),
         ({"time": NOW + 8}, "podClocks", WARNING, "clock of the API server by more than 5 s"),
         ({"transfer": {"pin_problem": "no memory"}}, "pinnedMemory", WARNING, "copies are slow: no memory"),

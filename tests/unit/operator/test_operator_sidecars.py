@@ -50,6 +50,14 @@ class Rig(ReconciledCluster):
         ([None, BAD], ("False", "SidecarNotReady", None)),
         ([GOOD, None], ("Unknown", "NoAnswer", None)),
         ([GOOD, GOOD | {"num_clients": {"attached": 0}}], ("False", "EngineNotAttached", None)),
+        (
+            [GOOD, GOOD | {"attach_refusal": "the scheduler is refused: stop those engines"}],
+            (
+                "False", "EngineNotAttached",
+                "1 of 2 engines serve without their cache. First: pod demo-engine-1: the scheduler is"
+                " refused: stop those engines. See the log of this pod.",
+            ),
+        ),
         ([GOOD | {"is_ready": False, "not_ready_reason": [1]}], ("False", "SidecarNotReady", None)),
         ([GOOD, []], ("Unknown", "NoAnswer", None)),
         ([{"num_clients": 3, "remote": "x", "is_ready": True}], ("False", "EngineNotAttached", None)),

@@ -157,6 +157,7 @@ def test_copy_with_the_row_size_of_another_group_is_refused(engine):
     offer = TransferOffer(UUID, OFFER.allocations, tuple(pages))
 
     end_engine(engine)
+    engine.gpu.is_idle = True
     client = engine.world.attach(new_uuid(), engine_uuid=b"o" * 16, groups=groups, transfer=offer)
     message = request(engine, engine.world.reserve(client, 1, group=1).slots, client)
     with pytest.raises(CallRefusedError, match=r"nothing was copied: .* is not reserved for 12288 bytes"):
@@ -182,10 +183,9 @@ def test_number_of_read_gpus_is_limited(engine):
     assert engine.world.attach(new_uuid(), transfer=replace(OFFER, gpu_uuid=uuid)).transfer.is_ipc
 
 
-def test_arena_keeps_its_geometry_during_a_copy(engine):
-    engine.gpu.num_slots_under_way = 1
+def test_arena_keeps_its_geometry_until_the_readers_of_gpus_have_ended(engine):
     end_engine(engine)
     with pytest.raises(CallRefusedError, match="may still write to the arena"):
         engine.world.attach(new_uuid(), engine_uuid=b"x" * 16, num_columns=2)
-    engine.gpu.num_slots_under_way = 0
+    engine.gpu.is_idle = True
     engine.world.attach(new_uuid(), engine_uuid=b"x" * 16, num_columns=2)

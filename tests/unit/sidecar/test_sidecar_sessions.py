@@ -9,7 +9,9 @@ from lmcache_client.rpc import service
 from lmcache_client.rpc.hello import Role
 from lmcache_sidecar.clients import liveness
 from lmcache_sidecar.clients.liveness import GRACE_SECONDS, LivenessMonitor
+from lmcache_sidecar.clients.registry import HOLD_SECONDS
 from lmcache_sidecar.clients.validation import CallRefusedError
+from lmcache_store.kv_groups import KVGroup
 from tests.harness.sidecar.world import FakeLock, new_uuid, world
 
 __all__ = ["world"]
@@ -73,6 +75,38 @@ def test_leases_end_with_the_last_client_of_the_engine(world):
     world.die(worker.peer.uuid)
     world.pass_time(GRACE_SECONDS)
     assert memory.num_leased == 0
+
+
+# ---- clients with different geometries ----
+
+OTHER = {"engine_uuid": b"o" * 16, "groups": (KVGroup(0, 16, 8192),)}
+
+
+def test_client_without_calls_gives_the_format_to_an_engine_that_needs_another(world):
+    idle = world.attach(new_uuid(), model="squatter")
+    world.now += HOLD_SECONDS - 1
+    again = world.attach(idle.peer.uuid, model="squatter")  # starts no new time
+    with pytest.raises(CallRefusedError, match="such as the worker of column 0"):
+        world.attach(new_uuid(), **OTHER)
+    assert "model 'squatter'" in world.sessions.attach_refusal
+    world.now += 2
+    engine = world.attach(new_uuid(), **OTHER)
+    world.reserve(engine, 1)
+    assert not again.is_attached
+    with pytest.raises(CallRefusedError, match="attach again"):
+        world.lookup(again, "r", 1)
+
+
+@pytest.mark.parametrize("is_reattached", [False, True])
+def test_client_that_made_a_call_keeps_the_format(world, is_reattached):
+    """A client with slots may copy into them for an unknown time."""
+    first = world.attach(new_uuid())
+    world.reserve(first, 1)
+    if is_reattached:
+        world.attach(first.peer.uuid)
+    world.now += 100 * HOLD_SECONDS
+    with pytest.raises(CallRefusedError, match="stop those engines"):
+        world.attach(new_uuid(), **OTHER)
 
 
 # ---- proof of death ----

@@ -173,7 +173,11 @@ def _attached(sidecars: Sequence[SidecarState], remedy: str) -> Condition:
     total = len(sidecars)
     failed = [(each.pod, each.reason) for each in sidecars if each.reason]
     silent = [each.pod for each in sidecars if not each.answers]
-    unused = [(each.pod, "") for each in sidecars if each.is_engine_ready and not each.is_attached]
+    unused = [
+        (each.pod, each.attach_refusal)
+        for each in sidecars
+        if each.is_engine_ready and (each.attach_refusal or not each.is_attached)
+    ]
     problem, see_log = "engines serve without their cache", "See the log of this pod"
     num_attached = sum(each.is_attached for each in sidecars)
     return (

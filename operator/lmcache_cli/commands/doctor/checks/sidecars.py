@@ -53,8 +53,10 @@ def _problem(figures: PodFigures) -> Result | None:
     if stats.get("is_ready") is not True:
         text = f"The sidecar is not ready: {plain(stats.get('not_ready_reason')) or 'it gives no reason'}."
         return failure(text, "Correct the setting that the reason names.", "SidecarNotReady")
-    if is_ready(figures.pod) and not merge.count(merge.part(stats, "num_clients").get("attached")):
-        text = "The engine serves without the cache."
+    refusal = plain(stats.get("attach_refusal"))
+    is_unused = not merge.count(merge.part(stats, "num_clients").get("attached"))
+    if is_ready(figures.pod) and (refusal or is_unused):
+        text = f"The engine serves without the cache{refusal and f': {refusal}'}."
         return failure(text, "Read the lines of LMCache in its log.", "EngineNotAttached")
     return None
 
