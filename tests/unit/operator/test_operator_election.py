@@ -286,6 +286,22 @@ async def test_api_server_outage_ends_no_operator(server: LeaseServer, both: lis
     assert leader.num_starts == 1
 
 
+@scenario(2)
+async def test_operator_leads_when_the_namespace_of_its_lease_returns(server, both):
+    """The old Lease is gone with the namespace. No operator writes before an unseen holder's time ends."""
+    await wait_for_leader(both, TAKEOVER_SECONDS)
+    for process in both:
+        process.connection.trouble = lambda: -1.0
+    server.put(None)
+    await asyncio.sleep(60)
+    assert leading(both) == []
+    for process in both:
+        process.connection.trouble = lambda: 0.0
+    await asyncio.sleep(LEASE_SECONDS - 0.1)
+    assert leading(both) == []
+    await wait_for_leader(both, 5)
+
+
 def test_work_ends_before_the_next_leader_starts_and_its_error_is_raised() -> None:
     async def body() -> None:
         server, ended = LeaseServer(), asyncio.Event()
