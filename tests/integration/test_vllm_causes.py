@@ -5,7 +5,9 @@ import re
 from collections import Counter
 
 import pytest
+from vllm.lora.request import LoRARequest
 
+from testing.child_process import wait_until
 from testing.deadlines import CALLS
 from tests.harness.commands.sidecar_command import explain
 from tests.harness.sim.config import CHUNK, SimSettings
@@ -65,3 +67,22 @@ def test_engine_that_was_reset_shows_why_its_kv_is_private():
         assert json.loads(explain(sidecar, "--output", "json")[1])["private_reasons"] == [
             stats["private_reason"]
         ]
+
+
+def test_adapter_that_is_younger_than_the_engine_is_named(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"adapter")
+    adapter = LoRARequest("legal", 1, str(tmp_path))
+    with only_engine(SETTINGS) as (sidecar, engine):
+        wait_until(
+            lambda: (
+                engine.serve(make_tokens(CHUNK + 1), lora_request=adapter)
+                and sidecar.stats()["causes"]["uncached_reason"].endswith(
+                    "restart the engine to share its KV"
+                )
+            ),
+            what="a reason from the hashed files",
+        )
+        (page, *_) = json.loads(sidecar.get("/requests"))["requests"]
+        for text in explain(sidecar)[1], explain(sidecar, "--request-id", page["request_id"])[1]:
+            assert "cannot be cached: adapter legal can't be identified: " in " ".join(text.split())

@@ -67,7 +67,7 @@ def _lines(gathered: Gathered) -> Iterator[str]:
     causes = merge.causes(gathered.stats)
     price = price_of_token(gathered)
     yield from tables.overview(causes, price)
-    yield from tables.private(gathered.stats)
+    yield from tables.reasons(gathered.stats)
     yield from tenants.overview(gathered.stats)
     if causes["prompt_tokens"]:
         yield ""
@@ -88,7 +88,8 @@ def explanation(gathered: Gathered) -> dict[str, Any]:
         "divergedTokens": causes["diverged_tokens"],
         "divergedRequests": causes["diverged_requests"],
         "branches": causes["branches"],
-        "privateReasons": merge.private_reasons(gathered.stats),
+        "privateReasons": merge.reasons(gathered.stats, "private_reason"),
+        "uncachedReasons": merge.reasons(gathered.stats, "causes", "uncached_reason"),
         "tenants": [tenants.document(each) for each in tenants.by_name(gathered.stats)],
         "findings": [finding._asdict() for finding in findings(causes, price)],
         "savings": document(saved_by(gathered)),

@@ -21,10 +21,11 @@ from lmcache_client.core.jobs import EngineIdentity
 from lmcache_client.core.requests import RequestState, Ticket
 from lmcache_client.core.times import RequestClock
 from lmcache_client.core.waiting import PrefillRate
+from lmcache_client.errors import UnnamedError
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.kvcache_pb2 import Scheduled
 from lmcache_client.rpc.service import MAX_FIRST_BLOCKS, MAX_TIMES, NAME_BYTES
-from lmcache_client.rpc.session import SidecarSession
+from lmcache_client.rpc.session import SidecarSession, short
 from lmcache_store.common.timing import TIMING
 from lmcache_store.common.units import ceil_div
 from lmcache_store.tiers.memory.contracts import LookupResult
@@ -209,7 +210,10 @@ class LookupThread:
         answer: LookupResult | None = None
         try:
             if ticket.extra_keys is None and ticket.find_extra_keys is not None:
-                ticket.extra_keys = ticket.find_extra_keys()
+                try:
+                    ticket.extra_keys = ticket.find_extra_keys()
+                except UnnamedError as error:
+                    ticket.uncached_reason = str(error)
                 ticket.make_keys(self._groups)
             elif ticket.keys is None:
                 ticket.make_keys(self._groups)
@@ -244,6 +248,7 @@ class LookupThread:
         if any(clock.request_id == ticket.request_id for clock in self._times):
             self._send_times()  # the request starts again: the sidecar would take them for this start's times
         num_chunks = len(ticket.keys[0]) if ticket.keys and ticket.is_read else 0
+        scheduled.uncached_reason = short(ticket.uncached_reason)
         if num_leased:
             ticket.may_be_leased = True
             with_lease = scheduled if num_leased == num_chunks else None

@@ -17,8 +17,8 @@ from lmcache_store.tiers.memory.contracts import LookupResult
 ExtraKeys = tuple[tuple[int, bytes], ...]
 """Fingerprints of adapters and media that chunks depend on, as (first chunk, fingerprint), ascending."""
 
-FindExtraKeys = Callable[[], "ExtraKeys | None"]
-"""Finds a request's extra keys. May do I/O. None: the request can't be cached, or not yet."""
+FindExtraKeys = Callable[[], ExtraKeys]
+"""Finds a request's extra keys. May do I/O. Raises UnnamedError if it can't be cached, or not yet."""
 
 
 class EngineRequest(Protocol):
@@ -62,6 +62,8 @@ class Ticket:
     """Time of the last hint. Only the scheduler's thread uses it."""
     extra_keys: ExtraKeys | None = None
     """Extra keys of the request; None: not known yet, or the request can't be cached."""
+    uncached_reason: str = ""
+    """Why the request can't be cached; empty: it can, or its extra keys are not known yet."""
     keys: tuple[list[RowKey], ...] | None = None
     """Row keys of the chunks, per group with rows; None: not known yet. Once known they don't change."""
     words: tuple[KeyWords, ...] = ()

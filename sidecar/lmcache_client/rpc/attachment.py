@@ -25,16 +25,13 @@ from lmcache_client.rpc import service
 from lmcache_client.rpc.errors import SidecarUnavailableError
 from lmcache_client.rpc.hello import ClientHello
 from lmcache_client.rpc.open_copies import OpenCopies
-from lmcache_client.rpc.session import SidecarSession, StoreCopier
+from lmcache_client.rpc.session import SidecarSession, StoreCopier, short
 from lmcache_store.common.timing import TIMING
 from lmcache_store.tiers.memory.mapping import MappedColumn, MappedIndex
 from lmcache_store.tiers.memory.slots import ENTRY_BYTES
 
 _POPULATE_BYTES = 256 << 20
 """Bytes that are mapped at once, in a few 10 ms. Between two of these steps the stream can send."""
-
-_MAX_PROBLEM_BYTES = 512
-"""Largest size of the reported error about pinned memory."""
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", service.MAX_MESSAGE_BYTES),
@@ -221,8 +218,7 @@ class Attachment:
 
     def _pinned_message(self) -> pb.Pinned:
         self._reported_pins = status = self._pins or PinStatus()
-        problem = status.problem.encode()[:_MAX_PROBLEM_BYTES].decode(errors="ignore")
-        return pb.Pinned(**status._asdict() | {"problem": problem})
+        return pb.Pinned(**status._asdict() | {"problem": short(status.problem)})
 
     def _must_report_pins(self) -> bool:
         return self._epoch > 0 and self._pins != self._reported_pins

@@ -269,7 +269,7 @@ class LookupRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupKeys, _Mapping]]] = ..., prefill_tokens_per_second: _Optional[float] = ..., hint: bool = ..., tenant: _Optional[bytes] = ..., scheduled: _Optional[_Union[Scheduled, _Mapping]] = ..., num_handed_over_chunks: _Optional[int] = ..., private_reason: _Optional[str] = ...) -> None: ...
 
 class Scheduled(_message.Message):
-    __slots__ = ("num_engine_chunks", "num_hit_chunks", "num_loaded_tokens", "num_prompt_tokens", "num_engine_tokens", "first_blocks", "block_tokens", "reports_times")
+    __slots__ = ("num_engine_chunks", "num_hit_chunks", "num_loaded_tokens", "num_prompt_tokens", "num_engine_tokens", "first_blocks", "block_tokens", "reports_times", "uncached_reason")
     NUM_ENGINE_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HIT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     NUM_LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -278,6 +278,7 @@ class Scheduled(_message.Message):
     FIRST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REPORTS_TIMES_FIELD_NUMBER: _ClassVar[int]
+    UNCACHED_REASON_FIELD_NUMBER: _ClassVar[int]
     num_engine_chunks: int
     num_hit_chunks: int
     num_loaded_tokens: int
@@ -286,7 +287,8 @@ class Scheduled(_message.Message):
     first_blocks: bytes
     block_tokens: int
     reports_times: bool
-    def __init__(self, num_engine_chunks: _Optional[int] = ..., num_hit_chunks: _Optional[int] = ..., num_loaded_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_engine_tokens: _Optional[int] = ..., first_blocks: _Optional[bytes] = ..., block_tokens: _Optional[int] = ..., reports_times: bool = ...) -> None: ...
+    uncached_reason: str
+    def __init__(self, num_engine_chunks: _Optional[int] = ..., num_hit_chunks: _Optional[int] = ..., num_loaded_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_engine_tokens: _Optional[int] = ..., first_blocks: _Optional[bytes] = ..., block_tokens: _Optional[int] = ..., reports_times: bool = ..., uncached_reason: _Optional[str] = ...) -> None: ...
 
 class GroupKeys(_message.Message):
     __slots__ = ("group", "keys")

@@ -41,7 +41,7 @@ class ExtraKeyFinder:
     def __init__(self, began: float | None = None) -> None:
         """``began``: earliest time at which the engine loads an adapter; by default the process's start."""
         self._began = files.process_start_time() if began is None else began
-        self._adapters: dict[str, futures.Future[bytes | None]] = {}
+        self._adapters: dict[Path, futures.Future[bytes]] = {}  # fingerprints by folder
         self._media: dict[int, bytes] = {}  # id() of the engine's live media items -> digest
         # Digests by identifier; None: two contents had this identifier, so the engine may mix them up.
         self._identifiers: Recent[str, bytes | None] = Recent(_MAX_IDENTIFIERS)
@@ -55,38 +55,44 @@ class ExtraKeyFinder:
         )
         return partial(self.extra_keys, request, chunk_tokens) if has_any else None
 
-    def extra_keys(self, request: Any, chunk_tokens: int) -> ExtraKeys | None:
-        """Return the extra keys of the request's chunks; None if it can't be cached, or not yet."""
-        lora = self._adapter(request.lora_request)
-        if lora is None:
-            return None
+    def extra_keys(self, request: Any, chunk_tokens: int) -> ExtraKeys:
+        """Return the extra keys of the request's chunks.
+
+        Raises UnnamedError if the request can't be cached, or not yet.
+        """
+        lora = b""
+        if (adapter := request.lora_request) is not None:
+            try:
+                lora = self._adapter(adapter)
+            except (OSError, UnnamedError) as error:
+                raise UnnamedError(
+                    f"adapter {adapter.lora_name:.100} can't be identified: {error}"
+                ) from error
         named = _embedded_places(request, chunk_tokens)
         for feature in getattr(request, "mm_features", None) or ():
             digest = self._medium(feature)
             if digest is None:
-                return None
+                raise UnnamedError(f"a medium ({feature.modality}) can't be identified by its content")
             named.append((feature.mm_position.offset // chunk_tokens, digest))
         named.sort(key=lambda item: item[0])
         digests = [digest for _, digest in named]
         media = ((chunk, keys.media_fingerprint(lora, digests[:n])) for n, (chunk, _) in enumerate(named, 1))
         return (*([(0, lora)] if lora else ()), *media)
 
-    def _adapter(self, lora_request: Any) -> bytes | None:
-        if lora_request is None:
-            return b""
-        if getattr(lora_request, "tensorizer_config_dict", None):
-            return None  # the adapter is not loaded from ``lora_path``
-        path = Path(lora_request.lora_path or "")
-        future = self._adapters.get(str(path))
+    def _adapter(self, adapter: Any) -> bytes:
+        """Return the fingerprint of an adapter. Raises UnnamedError or OSError."""
+        if getattr(adapter, "tensorizer_config_dict", None):
+            raise UnnamedError("it is not loaded from lora_path")
+        path = Path(adapter.lora_path or "").expanduser()
+        if not path.is_dir():
+            raise UnnamedError(f"{path} is no folder, and the content of a repository may change")
+        future = self._adapters.get(path)
         if future is None:
-            future = self._adapters[str(path)] = files.in_background(_adapter_fingerprint, path, self._began)
+            future = self._adapters[path] = files.in_background(_adapter_fingerprint, path, self._began)
         if not future.done():
-            return None
-        try:
-            for file in files.adapter_files(path):
-                files.check_unchanged(file, self._began)
-        except (OSError, UnnamedError):
-            return None
+            raise UnnamedError("its files are being hashed")
+        for file in files.adapter_files(path):
+            files.check_unchanged(file, self._began)
         return future.result()
 
     def _medium(self, feature: Any) -> bytes | None:
@@ -107,12 +113,12 @@ class ExtraKeyFinder:
         return digest
 
 
-def _adapter_fingerprint(path: Path, began: float) -> bytes | None:
+def _adapter_fingerprint(path: Path, began: float) -> bytes:
     try:
         return files.adapter_fingerprint(path, began)
     except (OSError, UnnamedError) as error:
         logger.warning("Requests with the adapter at %s are not cached: %s", path, error)
-        return None
+        raise
 
 
 def _embedded_places(request: Any, chunk_tokens: int) -> list[tuple[int, bytes]]:

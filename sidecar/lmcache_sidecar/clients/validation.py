@@ -135,6 +135,7 @@ def parse_lookup(request: pb.LookupRequest, peer: ParsedHello) -> Chains:
     if sorted(numbers) != peer.storing:
         raise invalid(f"groups must contain each of {peer.storing} once, they are {numbers[:MAX_GROUPS]}")
     check_length("private_reason", request.private_reason.encode())
+    check_length("uncached_reason", request.scheduled.uncached_reason.encode())
     blocks = request.scheduled.first_blocks
     check_length("first_blocks", blocks, service.MAX_FIRST_BLOCKS * service.NAME_BYTES)
     _check_multiple("first_blocks", blocks, service.NAME_BYTES)

@@ -75,10 +75,10 @@ def _explain(arguments: argparse.Namespace) -> tuple[Any, Iterator[str]]:
         sizes = {"larger_memory": larger._asdict()} if larger else {}
         saved = benefit([stats], Prices())
         overview = tables.overview(stats["causes"], price, larger.advice() if larger else "")
-        middle = tables.private([stats]), tenants.overview([stats])
+        middle = tables.reasons([stats]), tenants.overview([stats])
         lines = itertools.chain(overview, *middle, _benefit_lines(stats, saved))
         figures: dict[str, Any] = {"tenants": [each._asdict() for each in tenants.by_name([stats])]}
-        figures["private_reasons"] = merge.private_reasons([stats])
+        figures["private_reasons"] = merge.reasons([stats], "private_reason")
         return stats["causes"] | sizes | figures | {"benefit": saved._asdict()}, lines
     query = urllib.parse.urlencode({"id": arguments.request_id}, errors="replace")
     requests = ask(arguments.url, f"/requests?{query}")["requests"]

@@ -153,6 +153,8 @@ class Causes:
         self.stats = CauseStats()
         self.by_tenant: defaultdict[str, CauseStats] = defaultdict(CauseStats)
         """The same counters by the name of the tenants' budget."""
+        self.uncached_reason = ""
+        """Why the last request without keys has none; empty: no engine gave a reason."""
         self.benefit = BenefitStats()
         self.times = RequestHistograms()
         self.branches = Branches()
@@ -230,8 +232,15 @@ class Causes:
         tokens[TAIL if num_chunks or num_prompt <= chunk else NOT_CACHEABLE] = rest
         present = {cause: number for cause, number in tokens.items() if number}
         explained = ExplainedRequest(
-            request.time, request.request_id, present, depth, request.engine, request.tenant
+            request.time,
+            request.request_id,
+            present,
+            depth,
+            request.engine,
+            request.tenant,
+            message.uncached_reason,
         )
+        self.uncached_reason = message.uncached_reason or self.uncached_reason
         self.requests.append(explained)
         if message.reports_times:
             self.open_requests.add(explained)

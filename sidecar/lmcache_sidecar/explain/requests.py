@@ -45,6 +45,8 @@ class ExplainedRequest:
     engine: RequestEngine = UNKNOWN_ENGINE
     tenant: str = DEFAULT_NAME
     """Name of the budget of the request's tenant."""
+    uncached_reason: str = ""
+    """Why the engine gave the request no keys; empty: it has keys, or the engine gave no reason."""
     load_tier: str = ""
     """The slowest tier that held tokens which the engine loads; empty: it loads none."""
     times: RequestTimes | None = None
@@ -90,7 +92,7 @@ class ExplainedRequest:
             "wait_seconds": round(times.wait_seconds, 6) if is_known else None,
             "load_seconds": load if is_known else None,
             "first_token_seconds": round(times.first_token_seconds, 6) or None,
-        }
+        } | ({"uncached_reason": self.uncached_reason} if self.uncached_reason else {})
 
 
 def page_of(requests: Iterable[ExplainedRequest], query: str) -> bytes:

@@ -309,7 +309,8 @@ def collect(
     causes = sessions.causes
     causes.settle()
     causes.benefit.hold(held_bytes(arena, handles), time.monotonic())
-    branches = {"branches": list(map(asdict, causes.branches.top(_NUM_BRANCHES)))}
+    branches: dict[str, Any] = {"branches": list(map(asdict, causes.branches.top(_NUM_BRANCHES)))}
+    branches["uncached_reason"] = causes.uncached_reason
     samples = read(declared(LookupStats), sessions.samples.stats) | read(LOOKUPS, sessions.samples)
     memory = read([TARGET], resizer) | read(ARENA, arena)
     memory |= read(MEMORY, store.memory if store else None) | read(MEMORY_COUNTS, counts)

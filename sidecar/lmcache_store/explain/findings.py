@@ -74,7 +74,8 @@ _BY_CAUSE = {
     ),
     "not_cacheable": (
         "belong to requests that cannot be cached",
-        "Such requests ask for prompt logprobs, or use media or adapters without a hash.",
+        "Such requests ask for prompt logprobs, or use media or adapters without a hash. "
+        "For an adapter, `explain` names it.",
     ),
     "tail": (
         "are less than a chunk at the end of a prompt",

@@ -48,9 +48,9 @@ def totals(reports: Iterable[Any], *path: str) -> Counter[str]:
     return Counter({label: int(value) for label, value in sums(reports, *path).items() if value >= 1})
 
 
-def private_reasons(reports: Iterable[Any]) -> list[str]:
-    """Return the reasons why engines share no KV with others."""
-    return sorted({plain(part(report).get("private_reason")) for report in reports} - {""})
+def reasons(reports: Iterable[Any], *path: str) -> list[str]:
+    """Return the different texts of a field. ``path`` names the parts and the field."""
+    return sorted({plain(part(report, *path[:-1]).get(path[-1])) for report in reports} - {""})
 
 
 def causes(reports: Iterable[Any], *path: str) -> dict[str, Any]:

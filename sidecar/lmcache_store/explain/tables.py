@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from textwrap import wrap
 from typing import Any
 
@@ -42,11 +42,17 @@ def overview(
         yield from wrap(finding.advice, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
 
 
-def private(reports: Iterable[Any]) -> Iterator[str]:
-    """Yield a paragraph for each reason why engines share no KV. ``reports``: the /stats of sidecars."""
-    for reason in merge.private_reasons(reports):
+def reasons(reports: Sequence[Any]) -> Iterator[str]:
+    """Yield a paragraph for each reason that engines give for KV that is not cached, or not shared.
+
+    ``reports``: the /stats of sidecars.
+    """
+    for reason in merge.reasons(reports, "private_reason"):
         yield ""
         yield from wrap(f"An engine shares no KV, and only the memory of its pod holds it: {reason}.", _WIDTH)
+    for reason in merge.reasons(reports, "causes", "uncached_reason"):
+        yield ""
+        yield from wrap(f"The last request that cannot be cached: {reason}.", _WIDTH)
 
 
 def request(explained: Mapping[str, Any]) -> Iterator[str]:
@@ -58,6 +64,8 @@ def request(explained: Mapping[str, Any]) -> Iterator[str]:
     yield f"An earlier prompt began with the same {explained['common_tokens']:,} tokens."
     if tenant := plain(explained.get("tenant")):
         yield f"Its tenant is {tenant}."
+    if reason := plain(explained.get("uncached_reason")):
+        yield f"It cannot be cached: {reason}."
     yield from _times(explained)
     yield ""
     yield from _rows("LOADED FROM", HITS, tokens, total)

@@ -44,7 +44,7 @@ def test_causes_of_two_sidecars_add_up() -> None:
 
 def test_reasons_of_engines_that_share_no_kv_are_listed_once() -> None:
     reports = [{"private_reason": reason} for reason in ("weights", "", None, 5, "weights", "a\nseed")]
-    assert merge.private_reasons([*reports, {}, [], None]) == ["a seed", "weights"]
+    assert merge.reasons([*reports, {}, [], None], "private_reason") == ["a seed", "weights"]
 
 
 @pytest.mark.parametrize("value", [True, -1, "7", None, [], float("nan"), float("inf"), 1 << 64])

@@ -1,9 +1,12 @@
 """Names of weights, adapters and media by content, if the engine cannot have loaded different content."""
 
+import contextlib
 import os
+import re
 import shutil
 import threading
 import time
+from concurrent import futures
 from types import SimpleNamespace
 
 import pytest
@@ -102,25 +105,36 @@ def test_missing_weights_are_refused(tmp_path):
 
 
 def request(lora_path=None, *features):
-    lora = SimpleNamespace(lora_path=str(lora_path)) if lora_path is not None else None
+    lora = SimpleNamespace(lora_path=str(lora_path), lora_name="mine") if lora_path is not None else None
     return SimpleNamespace(lora_request=lora, mm_features=list(features))
+
+
+def refused(finder, lora_request, reason):
+    """Wait until all files are hashed, and check why the request is not cached."""
+    for _ in range(2):
+        with pytest.raises(UnnamedError) as error:
+            finder.extra_keys(lora_request, CHUNK)
+        futures.wait(finder._adapters.values(), 60)
+    assert re.search(reason, str(error.value))
 
 
 def extra_keys_after_hashing(finder, lora_request):
     """Wait until all files are hashed, and return the extra keys."""
-    finder.extra_keys(lora_request, CHUNK)
-    for hashing in finder._adapters.values():
-        hashing.result(60)
+    with contextlib.suppress(UnnamedError):  # unless its files are hashed at once
+        finder.extra_keys(lora_request, CHUNK)
+    futures.wait(finder._adapters.values(), 60)
     return finder.extra_keys(lora_request, CHUNK)
 
 
 def test_adapter_name_covers_weights_and_config(model):
     finder = ExtraKeyFinder(late_start_time())
     assert finder.extra_keys(request(), CHUNK) == ()
-    assert extra_keys_after_hashing(finder, request("someone/repository")) is None
-    assert extra_keys_after_hashing(ExtraKeyFinder(late_start_time()), request(model)) is None, (
-        "an adapter without rank and alpha must have no name"
+    refused(
+        finder,
+        request("someone/repository"),
+        "adapter mine can't be identified: someone/repository is no folder",
     )
+    refused(finder, request(model), "adapter_config.json")  # with rank and alpha
     fingerprints = set()
     for rank in (8, 16):
         (model / "adapter_config.json").write_text(f'{{"r": {rank}}}')
@@ -136,8 +150,8 @@ def test_overwritten_adapter_is_not_cached(model, tmp_path):
     finder = ExtraKeyFinder(next_filesystem_time(tmp_path))
     assert extra_keys_after_hashing(finder, request(model))
     (model / "model-1.safetensors").write_bytes(b"new weights")
-    assert finder.extra_keys(request(model), CHUNK) is None
-    assert extra_keys_after_hashing(ExtraKeyFinder(finder._began), request(model)) is None
+    for each in (finder, ExtraKeyFinder(finder._began)):
+        refused(each, request(model), "adapter mine can't be identified: .* changed after the engine's start")
 
 
 def test_adapter_is_hashed_in_a_background_thread(model, monkeypatch):
@@ -152,9 +166,13 @@ def test_adapter_is_hashed_in_a_background_thread(model, monkeypatch):
     monkeypatch.setattr(files, "fingerprint", hash_slowly)
     finder = ExtraKeyFinder(late_start_time())
     for _ in range(3):
-        assert finder.extra_keys(request(model), CHUNK) is None
+        with pytest.raises(
+            UnnamedError, match="adapter mine can't be identified: its files are being hashed"
+        ):
+            finder.extra_keys(request(model), CHUNK)
     gate.set()
-    assert extra_keys_after_hashing(finder, request(model))
+    futures.wait(finder._adapters.values(), 60)
+    assert finder.extra_keys(request(model), CHUNK)
     ((thread, niceness),) = threads
     assert thread is not threading.current_thread()
     assert (niceness, thread.daemon) == (19, True), "the thread must not block the engine's exit"
@@ -222,7 +240,7 @@ def test_media_without_content_identifier_are_not_cached():
     counted, unknown, evicted = feature("renderer0-mm-1-image-0"), feature(data=object()), feature()
     evicted.data = None  # it is in another process's cache
     for item in (counted, unknown, evicted):
-        assert ExtraKeyFinder().extra_keys(request(None, item), CHUNK) is None
+        refused(ExtraKeyFinder(), request(None, item), "a medium")
 
 
 def test_identifier_with_two_contents_is_not_cached():
@@ -230,8 +248,8 @@ def test_identifier_with_two_contents_is_not_cached():
     finder = ExtraKeyFinder()
     first_picture, second_picture = feature("my picture"), feature("my picture", pixels=torch.ones(4, 4))
     assert finder.extra_keys(request(None, first_picture), CHUNK)
-    assert finder.extra_keys(request(None, second_picture), CHUNK) is None
-    assert finder.extra_keys(request(None, first_picture), CHUNK) is None
+    refused(finder, request(None, second_picture), "a medium")
+    refused(finder, request(None, first_picture), "a medium")
     assert finder.extra_keys(request(None, feature("another")), CHUNK)
 
 
