@@ -5,6 +5,7 @@ import pytest
 from testing.engine import tiny_kinds
 from testing.sglang.engine import DEEPSEEK2_ARGUMENTS, patient_storage
 from tests.harness.sglang.world import (
+    ANSWER_TOKENS,
     SWITCH,
     full_pages,
     generate,
@@ -20,6 +21,7 @@ from tests.harness.sglang.world import (
 pytestmark = [pytest.mark.sglang, pytest.mark.redis]
 
 NUM_TOKENS = 600
+NUM_WAITING = 24
 HIT = full_pages(NUM_TOKENS)
 MLA = {"model": tiny_kinds.DEEPSEEK2.path, **DEEPSEEK2_ARGUMENTS}
 
@@ -71,6 +73,22 @@ def test_tensor_parallel_ranks_load_the_same_pages(prompts, sglang, sidecar, sto
         switch.unlink()
         assert_loads(engine, prompts, sglang.expected)
         assert_loads(engine, [other_prompt], sglang.expected, lambda _: 0)
+
+
+def test_ranks_agree_while_many_prompts_wait_for_pages(sglang, sidecar, storage):
+    """The ranks admit the same requests, while loads of different lengths end and requests are aborted."""
+    prompts = [new_prompt(65 + 13 * number) for number in range(NUM_WAITING)]
+    with serving(sglang.logs, storage, tp_size=2, max_running_requests=4) as engine:
+        assert_ranks(engine, sidecar, [0, 1])
+        store(engine, *prompts, num_ranks=2)
+        engine.flush_cache()
+        pending = [engine.start_generate(prompt, ANSWER_TOKENS, return_logprob=True) for prompt in prompts]
+        for answer in pending[::5]:
+            answer.abandon()
+        for number, (prompt, answer) in enumerate(zip(prompts, pending, strict=True)):
+            if number % 5:
+                sglang.expected.check(prompt, answer.wait())
+        assert_loads(engine, prompts[-4:], sglang.expected)
 
 
 def test_pipeline_parallel_ranks_load_the_pages_of_an_earlier_engine(prompts, sglang, sidecar, storage):

@@ -96,7 +96,8 @@ def test_injected_pod_has_the_same_cache_as_an_engine_pod() -> None:
 HICACHE = [
     "--enable-hierarchical-cache", "--hicache-host-memory-mode=buffer_only", "--hicache-io-backend=direct",
     "--hicache-mem-layout=page_first_direct", "--hicache-ratio=1.05", "--hicache-storage-backend=dynamic",
-    "--hicache-storage-prefetch-policy=timeout", "--hicache-write-policy=write_through", "--page-size=64",
+    "--hicache-storage-prefetch-policy=wait_complete", "--hicache-write-policy=write_through",
+    "--page-size=64",
 ]  # fmt: skip
 
 

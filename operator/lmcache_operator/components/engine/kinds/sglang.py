@@ -118,7 +118,8 @@ class SGLang(base.EngineKind):
             _RATIO: HOST_POOL_RATIO,
             _BACKEND: "dynamic",
             _BACKEND_CONFIG: _backend_config(),
-            _POLICY: "timeout",
+            # With "timeout", ranks vote on each waiting request. They hang if they disagree on which wait.
+            _POLICY: "wait_complete",
             _WRITES: "write_through",
             _PAGE: PAGE_TOKENS,
         }
