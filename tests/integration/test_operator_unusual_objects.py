@@ -1,10 +1,17 @@
 """Unusual objects on a real API server: valid ones settle, broken ones do not affect others."""
 
+import asyncio
 import contextlib
+import tracemalloc
 from collections.abc import Iterator
+from datetime import UTC, datetime
 
 import pytest
 
+from lmcache_operator.components.peers.peers import Peers
+from lmcache_operator.contract.base import Observed
+from lmcache_operator.kube.client import connect
+from lmcache_operator.reconcile.observe import observe
 from testing.kube.api import ApiError, Object
 from testing.kube.cluster import CRDS, Cluster
 from tests.harness.kube import CLUSTERS, example
@@ -93,3 +100,33 @@ def reasons(plane: Cluster, namespace: str, number: int) -> dict[str, str]:
         if degraded := [c for c in conditions if c["type"] == "Degraded"]:
             degraded_reasons[resource["metadata"]["name"]] = degraded[0]["reason"]
     return degraded_reasons if len(degraded_reasons) == number else {}
+
+
+def test_large_valid_objects_are_not_in_memory_together(plane, no_operator, namespace, monkeypatch):
+    """Each reconciliation of a cluster with peers lists all clusters of the namespace.
+
+    The largest objects have more than a megabyte. Without a quota, a user can create any number of them.
+    """
+    large = "x" * 1_200_000 + "\U0001f999"  # takes four bytes for each character in this process
+    tiers: Object = {"memory": {"size": "64Mi"}, "peers": {}}
+    for number in range(10):
+        engine = {"replicas": 0, "env": [{"name": "LARGE", "value": large}]}
+        resource = example(engine=engine, tiers=tiers) | {"metadata": {"name": f"large-{number}"}}
+        plane.api.create(CLUSTERS, resource, namespace)
+        tiers["peers"] = {"clusterRef": {"name": "large-0"}}
+    monkeypatch.setenv("KUBECONFIG", str(plane.kubeconfig()))
+    listed = plane.api.get(CLUSTERS, "large-0", namespace)
+
+    async def observe_at_once() -> list[Observed]:
+        async with connect() as api:
+            runs = (observe(api, Peers(), listed, {}, frozenset(), datetime.now(UTC)) for _ in range(6))
+            return await asyncio.gather(*runs)
+
+    tracemalloc.start()
+    try:
+        parts = asyncio.run(observe_at_once())
+        largest = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert [len(part.users) for part in parts] == [9] * 6
+    assert largest < 64 << 20

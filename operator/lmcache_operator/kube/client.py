@@ -34,6 +34,10 @@ _MIN_WRITE_SECONDS = 5.0
 _MAX_EVENT_MESSAGE = 1024
 _MAX_BYTES = 8 << 20
 """Largest answer to a review or a dry run."""
+_MAX_LISTS, _PAGE_BYTES, _PAGE_OBJECTS = 4, 4 << 20, 100
+"""Concurrent lists, and the bounds of a page. A page with a single object has no bound."""
+_TOO_LARGE = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+"""Stands for an answer that was larger than its limit. The API server never answers a read with it."""
 _READS = frozenset({"GET"})
 _FORCE = {"fieldManager": FIELD_MANAGER, "force": "true"}
 _NOT_SENT = "not sent: this operator does not lead, or cannot renew its lease"
@@ -87,7 +91,7 @@ class KubeApi:
     def __init__(self, client: ApiClient, fence: WriteFence = lambda: math.inf) -> None:
         self._client = client
         self._fence = fence
-        self._slots = asyncio.Semaphore(_MAX_REQUESTS)
+        self._slots, self._lists = asyncio.Semaphore(_MAX_REQUESTS), asyncio.Semaphore(_MAX_LISTS)
         self._writes = set[asyncio.Task[Any]]()
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
@@ -100,11 +104,33 @@ class KubeApi:
         status, answer = await self._call("GET", _root(kind), accept=(HTTPStatus.NOT_FOUND,))
         return status == HTTPStatus.OK and any(item["name"] == kind.plural for item in answer["resources"])
 
-    async def find(self, kind: Kind, namespace: str, **selectors: str) -> list[Object]:
-        """Read all objects of a kind that a ``labelSelector`` or a ``fieldSelector`` matches."""
-        _, page = await self._call("GET", _path(kind, namespace), query=selectors)
-        objects: list[Object] = with_field("items", page)["items"]
-        return objects
+    async def find(
+        self,
+        kind: Kind,
+        namespace: str,
+        part: Callable[[Object], Object] = lambda whole: whole,
+        /,
+        **selectors: str,
+    ) -> list[Object]:
+        """Read ``part`` of all objects of a kind that a ``labelSelector`` or a ``fieldSelector`` matches.
+
+        Users choose the number and the sizes of objects, so the size of a page is bounded. A larger page is
+        read again with fewer objects.
+        """
+        objects, limit, place = list[Object](), _PAGE_OBJECTS, dict[str, str]()
+        async with self._lists:
+            while True:
+                status, page = await self._call(
+                    "GET", _path(kind, namespace), query={**selectors, "limit": str(limit), **place},
+                    accept=(_TOO_LARGE,), max_bytes=_PAGE_BYTES if limit > 1 else math.inf,
+                )  # fmt: skip
+                if status == _TOO_LARGE:
+                    limit //= 10
+                    continue
+                objects += map(part, with_field("items", page)["items"])
+                if not (following := dig(page, "metadata", "continue")):
+                    return objects
+                place = {"continue": following}
 
     async def is_ending(self, namespace: str) -> bool:
         """Whether a namespace is terminating, so that no object can be created in it."""
@@ -278,8 +304,9 @@ class KubeApi:
         *,
         query: Mapping[str, str] | None = None,
         accept: tuple[int, ...] = (),
+        max_bytes: float = math.inf,
     ) -> tuple[int, Any]:
-        """Send one request. Returns its HTTP status and answer.
+        """Send one request. Returns its HTTP status and answer. `_TOO_LARGE`: it has more than ``max_bytes``.
 
         Raises:
             ApiError: the request failed with a status that is not in ``accept``.
@@ -291,7 +318,7 @@ class KubeApi:
         method, url, headers, *_ = await self._client.param_serialize(
             verb, path, header_params=headers, auth_settings=["BearerToken"]
         )
-        exchange = asyncio.create_task(self._exchange(method, url, headers, content))
+        exchange = asyncio.create_task(self._exchange(method, url, headers, content, max_bytes))
         if verb not in _READS:
             # The Lease must not be released while a write is pending, so `settle` waits for cancelled writes.
             self._writes.add(exchange)
@@ -303,7 +330,7 @@ class KubeApi:
         return status, parsed(f"{verb} {path}", data) if status < HTTPStatus.BAD_REQUEST else None
 
     async def _exchange(
-        self, method: str, url: str, headers: Mapping[str, str], content: Any
+        self, method: str, url: str, headers: Mapping[str, str], content: Any, max_bytes: float
     ) -> tuple[int, bytes]:
         """Send a request. Returns its status and body; status 0: no answer."""
         seconds = _SECONDS
@@ -312,10 +339,11 @@ class KubeApi:
                 seconds = _SECONDS if method in _READS else min(_SECONDS, self._fence())
                 if method not in _READS and seconds < _MIN_WRITE_SECONDS:
                     raise aiohttp.ClientError(_NOT_SENT)
-                response = await self._client.call_api(
-                    method, url, headers, content, _request_timeout=seconds
-                )
-                return response.status, await response.read()
+                answer = await self._client.call_api(method, url, headers, content, _request_timeout=seconds)
+                async with answer.response as response:
+                    return response.status, await _bounded(response.content, max_bytes)
+        except _TooLargeError:
+            return _TOO_LARGE, b""
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return 0, _no_answer(error, seconds)
 
@@ -326,13 +354,17 @@ def _no_answer(error: Exception, seconds: float) -> bytes:
     return f"no answer: {str(error) or type(error).__name__}".encode()
 
 
-async def _bounded(content: aiohttp.StreamReader, max_bytes: int) -> bytes:
-    """Read a body. Raises OSError if it is larger than ``max_bytes``, before all of it is in memory."""
+class _TooLargeError(OSError):
+    """An answer is larger than its limit."""
+
+
+async def _bounded(content: aiohttp.StreamReader, max_bytes: float) -> bytes:
+    """Read a body. Raises _TooLargeError if it exceeds ``max_bytes``, before all of it is in memory."""
     body = bytearray()
     async for part in content.iter_any():
         body += part
         if len(body) > max_bytes:
-            raise OSError(f"the answer is larger than {max_bytes >> 20} MiB")
+            raise _TooLargeError(f"the answer is larger than {max_bytes / 2**20:g} MiB")
     return bytes(body)
 
 

@@ -10,7 +10,7 @@ from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError, Unava
 from lmcache_operator.kube.shallow import loads
 from lmcache_operator.specs import Object
 
-_UNAVAILABLE_STATUSES = frozenset({408, 409, 429})
+_UNAVAILABLE_STATUSES = frozenset({408, 409, 410, 429})  # 410: the first page of a list is old
 
 _NOT_KUBERNETES = "it does not answer like a Kubernetes API server: check its address in the kubeconfig"
 

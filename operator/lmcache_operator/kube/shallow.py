@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 _MAX_DEPTH = 200
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
 
 
-def loads(data: bytes) -> Any:
-    """Parse JSON. If it is too deep for Python's parser, values below 200 levels become null."""
+def loads(data: bytes, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+    """Parse JSON. If it is too deep for Python's parser, values below 200 levels become null.
+
+    ``object_hook``: as in ``json.loads``.
+    """
     try:
-        return json.loads(data)
+        return json.loads(data, object_hook=object_hook)
     except RecursionError:
-        return json.loads(_prune(data))
+        return json.loads(_prune(data), object_hook=object_hook)
 
 
 def _prune(data: bytes) -> bytes:

@@ -21,16 +21,14 @@ from kubernetes.aio.client.rest import RESTClientObject
 
 from lmcache_operator.kube import refused_reads
 from lmcache_operator.kube.shallow import loads
-from lmcache_operator.specs.names import digest
+from lmcache_operator.specs.kinds import controller_of
+from lmcache_operator.specs.names import MANAGED_BY_LABEL, digest
 
 _METADATA_ONLY = "application/json;as={};g=meta.k8s.io;v=v1"
 _POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _KIND = "PartialObjectMetadata"
 _EXPIRED = b'{"type":"ERROR","object":{"code":410}}\n'
-_NEEDED = (
-    "name", "namespace", "uid", "generation", "resourceVersion",
-    "labels", "ownerReferences", "deletionTimestamp",
-)  # fmt: skip
+_NEEDED = ("name", "namespace", "uid", "generation", "resourceVersion", "deletionTimestamp")
 
 
 async def configuration(context: str | None = None) -> Configuration:
@@ -104,9 +102,10 @@ class _Response(aiohttp.ClientResponse):
         return self
 
     async def json(self, **_: Any) -> Any:
-        answer = loads(await self.read())
+        # Reduced while they are parsed: users choose how many labels and annotations an object has.
+        answer = loads(await self.read(), _slim)
         if isinstance(answer, dict) and answer.get("kind") == f"{_KIND}List":
-            answer["items"] = [_slim(item) for item in answer["items"] or ()]
+            answer["items"] = answer["items"] or []
         return answer
 
 
@@ -132,16 +131,20 @@ class _Events:
             *lines, last = rest.split(b"\n")
             rest = last
             for line in filter(None, lines):
-                event = loads(bytes(line))
-                event["object"] = _slim(event["object"])
-                yield json.dumps(event).encode() + b"\n"
+                yield json.dumps(loads(bytes(line), _slim)).encode() + b"\n"
 
 
 def _slim(item: dict[str, Any]) -> dict[str, Any]:
-    if item.get("kind") != _KIND:
+    """The needed part of an object's metadata. Other objects are returned as they are."""
+    metadata = item.get("metadata")
+    if item.get("kind") != _KIND or not isinstance(metadata, dict):
         return item
-    metadata = {key: value for key, value in item["metadata"].items() if key in _NEEDED}
-    if annotations := item["metadata"].get("annotations"):
+    slim = {key: value for key, value in metadata.items() if key in _NEEDED}
+    if annotations := metadata.get("annotations"):
         # Annotations may be large, and only their changes matter.
-        metadata["annotations"] = {"digest": digest(annotations)}
-    return {"apiVersion": item.get("apiVersion"), "kind": _KIND, "metadata": metadata}
+        slim["annotations"] = {"digest": digest(annotations)}
+    if mark := (metadata.get("labels") or {}).get(MANAGED_BY_LABEL):
+        slim["labels"] = {MANAGED_BY_LABEL: mark}
+    if owner := controller_of(metadata):
+        slim["ownerReferences"] = [owner]
+    return {"apiVersion": item.get("apiVersion"), "kind": _KIND, "metadata": slim}

@@ -13,6 +13,7 @@ from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.pods.nodes import doubtful_nodes
 from lmcache_operator.pods.pods import claim_names, has_started, incomplete_sets, is_ready
 from lmcache_operator.reconcile.contest import Contested
+from lmcache_operator.reconcile.needed import of_cluster, of_pod
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import BY_NAME, CLUSTER, EVENT, NODE, POD, Ref, controller_uid, is_child
 from lmcache_operator.specs.names import selector_text
@@ -38,11 +39,11 @@ async def observe(
     children = {ref: child for ref, child in live.items() if is_child(child, resource)}
     owners = {child["metadata"]["uid"] for ref, child in children.items() if ref.kind == "StatefulSet"}
     labels = selector_text(name, component.name)
-    pods = await api.find(POD, namespace, labelSelector=labels) if owners else ()
+    pods = await api.find(POD, namespace, of_pod, labelSelector=labels) if owners else ()
     foreign = component.foreign_pods(name)
-    foreign_pods = await api.find(POD, namespace, labelSelector=foreign) if foreign else ()
+    foreign_pods = await api.find(POD, namespace, of_pod, labelSelector=foreign) if foreign else ()
     referred = component.referred(resource)
-    clusters = await api.find(CLUSTER, namespace) if component.observes_users(resource) else ()
+    clusters = await api.find(CLUSTER, namespace, of_cluster) if component.observes_users(resource) else ()
     observed = Observed(
         resource=resource,
         referred=await api.get(CLUSTER, namespace, referred) if referred else None,

@@ -7,6 +7,7 @@ server. It is a simplification: behaviour that depends on a real API server is t
 import copy
 import itertools
 import json
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -128,8 +129,11 @@ class World:
         return copy.deepcopy(obj)
 
     async def find(
-        self, kind: Kind, namespace: str, *, labelSelector: str = "", fieldSelector: str = ""
+        self, kind: Kind, namespace: str, part: Callable[[Object], Object] = copy.deepcopy, **selectors: str
     ) -> list[Object]:
+        return [part(copy.deepcopy(each)) for each in self._matching(kind, **selectors)]
+
+    def _matching(self, kind: Kind, *, labelSelector: str = "", fieldSelector: str = "") -> list[Object]:
         self._raise_failure("find", kind.kind)
         if kind == EVENT:
             fields = dict(pair.split("=") for pair in fieldSelector.split(","))
@@ -138,12 +142,11 @@ class World:
             return [event for event in self.warnings if about.items() <= event["involvedObject"].items()]
         if kind == CLUSTER:
             clusters = [obj for ref, obj in self.objects.items() if ref.kind == CLUSTER.kind]
-            return copy.deepcopy([self.resource, *clusters])
+            return [self.resource, *clusters]
         if name := fieldSelector.removeprefix("metadata.name="):
-            return copy.deepcopy([pod for pod_name, pod in self.pods.items() if pod_name == name])
+            return [pod for pod_name, pod in self.pods.items() if pod_name == name]
         labels = dict(pair.split("=") for pair in labelSelector.split(","))
-        pods = [pod for pod in self.pods.values() if labels.items() <= pod["metadata"]["labels"].items()]
-        return copy.deepcopy(pods)
+        return [pod for pod in self.pods.values() if labels.items() <= pod["metadata"]["labels"].items()]
 
     async def is_ending(self, namespace: str) -> bool:
         return self.is_namespace_ending

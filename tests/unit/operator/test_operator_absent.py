@@ -25,9 +25,9 @@ class ReadBench(ReconciledCluster):
         self.world.find = self._recorded(self.world.find)
 
     def _recorded(self, read: Any) -> Any:
-        async def record_and_read(kind: Any, namespace: str, *name: str, **selectors: Any) -> Any:
-            self.reads.append(Ref(kind.kind, "".join(name)))
-            return await read(kind, namespace, *name, **selectors)
+        async def record_and_read(kind: Any, namespace: str, *more: Any, **selectors: Any) -> Any:
+            self.reads.append(Ref(kind.kind, "".join(name for name in more if isinstance(name, str))))
+            return await read(kind, namespace, *more, **selectors)
 
         return record_and_read
 

@@ -32,7 +32,7 @@ from tests.harness.web import answering
     ("status", "kind"),
     [
         (0, NoAnswerError),
-        *((status, UnavailableError) for status in (408, 409, 429, 500, 503)),
+        *((status, UnavailableError) for status in (408, 409, 410, 429, 500, 503)),
         *((status, RefusedError) for status in (400, 401, 403, 404, 422)),
     ],
 )
@@ -150,6 +150,32 @@ def test_repeated_event_increments_its_count(server: Server) -> None:
         (3, "2025-12-31T00:00:00Z", "2026-01-02T00:00:00Z"),
     ]
     assert paths == {f"/api/v1/namespaces/team/events/{event['metadata']['name']}"}
+
+
+@pytest.mark.parametrize("sizes", [[], [10] * 250, [10] * 90 + [3000] * 30, [30_000, 10, 30_000, 10]])
+def test_list_has_all_objects_and_no_large_page(sizes, monkeypatch):
+    """The API server returns the next objects from the number in ``continue``. Texts stand for objects."""
+    monkeypatch.setattr(kube_client, "_PAGE_BYTES", 10_000)
+    objects = ["x" * size for size in sizes]
+    parts: list[int] = []
+
+    def part(listed: Any) -> Any:
+        parts.append(len(listed))
+        return {"size": len(listed)}
+
+    async def handle(request: web.Request) -> web.Response:
+        place, limit = int(request.query.get("continue", 0)), int(request.query["limit"])
+        assert request.query["labelSelector"] == "a=b"
+        following = place + limit
+        more = {"continue": str(following)} if following < len(objects) else {}
+        return web.json_response({"metadata": more, "items": objects[place:following]})
+
+    async def find() -> list[Any]:
+        async with answering(handle) as url, ApiClient(Configuration(host=url)) as client:
+            return await KubeApi(client).find(POD, "n", part, labelSelector="a=b")
+
+    assert asyncio.run(find()) == [{"size": size} for size in sizes]
+    assert parts == sizes, "each object is reduced once"
 
 
 def test_delete_removes_only_the_observed_object(server: Server) -> None:

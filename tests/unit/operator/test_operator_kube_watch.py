@@ -50,10 +50,18 @@ def test_loads_truncates_deep_values_and_keeps_their_neighbours(value: Any) -> N
         assert 100 < levels < 500
 
 
-METADATA = {"name": "n", "namespace": "s", "uid": "u", "resourceVersion": "7", "labels": {"a": "b"}}
+OWNER = {"kind": "LMCacheCluster", "name": "c", "uid": "v", "controller": True}
+METADATA = {
+    "name": "n", "namespace": "s", "uid": "u", "resourceVersion": "7",
+    "labels": {"app.kubernetes.io/managed-by": "lmcache-operator"}, "ownerReferences": [OWNER],
+}  # fmt: skip
 DEEP = '{"kind":"PartialObjectMetadata","metadata":{"managedFields":' + nested(3000, "1") + ',"name":"deep"}}'
-WHOLE = {"kind": "PartialObjectMetadata", "metadata": {**METADATA, "annotations": {"huge": "x" * 10}}}
-SLIM = METADATA | {"annotations": {"digest": digest({"huge": "x" * 10})}}
+HUGE = {"kind": "PartialObjectMetadata", "metadata": "x" * 10}
+MANY: dict[str, Any] = {
+    "annotations": HUGE, "labels": METADATA["labels"] | HUGE, "ownerReferences": [{"name": "other"}, OWNER],
+}  # fmt: skip
+WHOLE = {"kind": "PartialObjectMetadata", "metadata": METADATA | MANY}
+SLIM = METADATA | {"annotations": {"digest": digest(HUGE)}}
 
 
 def write_kubeconfig(url: str) -> None:
@@ -91,14 +99,16 @@ def _kubeconfig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
 
 
-def test_list_returns_metadata_also_with_a_deep_item() -> None:
+def test_list_returns_needed_metadata_also_with_a_deep_item() -> None:
     body = f'{{"kind":"PartialObjectMetadataList","items":[{DEEP},{json.dumps(WHOLE)}]}}'
     answer, accepted = asyncio.run(fetch("/apis/a/v1/things?limit=5", body, lambda r: r.json()))
     assert accepted == "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
     assert [item["metadata"] for item in answer["items"]] == [{"name": "deep"}, SLIM]
+    empty = '{"kind":"PartialObjectMetadataList","items":null}'
+    assert asyncio.run(fetch("/apis/a/v1/things?limit=5", empty, lambda r: r.json()))[0]["items"] == []
 
 
-def test_watch_returns_metadata_also_after_a_deep_event() -> None:
+def test_watch_returns_needed_metadata_also_after_a_deep_event() -> None:
     status = {"type": "ERROR", "object": {"kind": "Status", "code": 410}}
     lines = [f'{{"type":"ADDED","object":{DEEP}}}', json.dumps({"type": "MODIFIED", "object": WHOLE})]
     body = "\n".join([*lines, json.dumps(status)]) + "\n"
