@@ -32,7 +32,8 @@ pytestmark = pytest.mark.kube
 POLICY = f"{RELEASE}-lmcache-operator-clusters"
 POLICIES = "admissionregistration.k8s.io/v1/validatingadmissionpolicies"
 DENIED = "ValidatingAdmissionPolicy"
-CLUSTER_RULE = {"apiGroups": ["lmcache.io"], "resources": ["lmcacheclusters"], "verbs": ["create", "patch"]}
+RESOURCES = ["lmcacheclusters", "lmcacheclusters/scale", "lmcacheclusters/status"]
+CLUSTER_RULE = {"apiGroups": ["lmcache.io"], "resources": RESOURCES, "verbs": ["create", "patch"]}
 RULES = {
     "author": [CLUSTER_RULE],
     "of-pods": [CLUSTER_RULE, {"apiGroups": [""], "resources": ["pods"], "verbs": ["create"]}],
@@ -181,6 +182,30 @@ def test_author_cannot_add_the_annotation_that_turns_events_on(
     body["metadata"] = {"name": "other", **EVENTS["metadata"]}
     with pytest.raises(ApiError, match=refusal):
         author.create(CLUSTERS, body, namespace)
+
+
+def test_subresources_change_replicas_alone(plane, submit, namespace_of_authors, no_operator):
+    """The operator acts on the status, such as the number of pods in the list of another cluster's peers."""
+    namespace = namespace_of_authors
+    body = {"apiVersion": "lmcache.io/v1alpha1", "kind": "LMCacheCluster", "metadata": {"name": "scaled"}}
+    created = plane.api.create(CLUSTERS, body | {"spec": operator_model.MINIMAL_SPEC}, namespace)
+    author = Api(plane.url, plane.ca, plane.service_account_token(namespace, "author"))
+    path = author.path(CLUSTERS, namespace, "scaled")
+
+    def patch(subresource: str, change: Object) -> None:
+        author.request("PATCH", f"{path}/{subresource}", change, "application/merge-patch+json")
+
+    with pytest.raises(ApiError, match="status: you may not create pods"):
+        patch("status", {"status": {"replicas": 1000}})
+    with pytest.raises(ApiError, match=r"replicas.*should be less than or equal to 1000"):
+        patch("scale", {"spec": {"replicas": 1001}})
+    engine = {"replicas": 2, "image": "other:1"}
+    patch("scale", EVENTS | {"spec": {"engine": engine, **engine}, "status": {"replicas": 1000}})
+    scaled = plane.api.get(CLUSTERS, "scaled", namespace)
+    created["spec"]["engine"]["replicas"] = 2
+    assert scaled["spec"] == created["spec"]
+    assert "annotations" not in scaled["metadata"]
+    assert "status" not in scaled
 
 
 @pytest.mark.parametrize(

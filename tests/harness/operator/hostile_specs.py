@@ -185,7 +185,7 @@ ANNOTATIONS = {
 def hostile_status(seed: int) -> Object:
     """A status that fits the schema. It names images of an attacker, and texts instead of figures.
 
-    Users with a right on ``lmcacheclusters/status`` can write it. The admission policy does not see it.
+    Users with rights on ``lmcacheclusters/status`` and on pods can write it.
     """
     status: Object = value_of(STATUS_SCHEMA, "status", random.Random(seed))
     status = {"autoscaling": {"memory": {"current": "no size"}}} | status

@@ -71,7 +71,7 @@ def templates(bench: ReconciledCluster) -> dict[Ref, Any]:
 
 @pytest.mark.parametrize("seed", spec_fuzz.seeds(30))
 def test_inputs_besides_the_spec_change_no_pod(seed: int) -> None:
-    """The admission policy sees no status, and users may set labels and annotations."""
+    """Users may set labels and annotations. Those who may create pods may write the status."""
     spec = FULL if seed % 2 else MINIMAL_SPEC
     expected = ReconciledCluster()
     expected.world.resource = cluster(spec)
