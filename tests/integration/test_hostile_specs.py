@@ -208,6 +208,24 @@ def test_subresources_change_replicas_alone(plane, submit, namespace_of_authors,
     assert "status" not in scaled
 
 
+def test_routers_of_authors_are_tuned_and_load_no_code(submit):
+    """Another option may load code, write files or open the router to other programs."""
+
+    def submitted(*args: str) -> str:
+        return submit({**operator_model.MINIMAL_SPEC, "router": {"args": [*args]}})
+
+    tuned = (
+        "--kv-penalty-host=1.0",
+        "--log-level=error",
+        "--decode-policy=round_robin",
+        "--retry_max_retries=2",
+    )
+    assert submitted(*tuned) == ""
+    for option in ("--wasm-middleware=/models/x", "--wa=/models/x", "--log-dir=/tmp", "--enable-igw",
+                   "--api_key=x", "--cors-allowed-origins=*", "--request-id-headers=x"):  # fmt: skip
+        assert "spec.router.args: you may not" in submitted(*tuned, option), option
+
+
 @pytest.mark.parametrize(
     "pod", [pod for pod in HOSTILE_PODS if pod.refused_by != OPERATOR], ids=lambda pod: pod.field
 )

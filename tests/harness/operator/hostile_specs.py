@@ -22,6 +22,7 @@ REFUSED = {
     "engine.env[].valueFrom.secretKeyRef": "Secret ",
     "images.pullSecrets": "spec.images.pullSecrets: you may not",
     "model.tokenSecretRef": "Secret ",
+    "router.args": "spec.router.args: you may not",
     "model.volume": "spec.model.volume",
     "tenants.named[].saltSecretRef": "Secret ",
     "tiers.disk.encryption.secretRef": "Secret ",
@@ -71,7 +72,6 @@ _ADMITTED = {
     "an empty volume": "model.volume.emptyDir",
     "content of an image, as with engine.image": "model.volume.image",
     "the operator replaces it": "model.volume.name",
-    "arguments of the operator's own image; those that name pods are reserved": "router.args",
     "a Secret with a random token for the sidecar's own pages": "sidecar.httpAuthentication",
     "code of this project in the engine": "tenants.header",
     "a hash, from which no salt can be computed": "tenants.named[].saltHash",
@@ -115,6 +115,8 @@ def spec_with(path: str) -> Object:
     spec.setdefault("engine", {})
     if path.startswith("tiers.remote.encryption"):  # needs a remote tier
         spec["tiers"]["remote"]["external"] = {"url": "redis://h:1"}
+    if path == "router.args[]":  # some arguments are admitted
+        spec["router"]["args"] = ["--wasm-middleware=/models/x"]
     return spec
 
 
