@@ -4,7 +4,7 @@ import pytest
 
 from testing.certificates import make_certificates
 from testing.peers import PeerSidecars
-from tests.harness.client.blocking import PAGE_TOKENS, PageEngine, wait_released
+from tests.harness.client.blocking import PAGE_TOKENS, PageEngine, reattached, wait_released
 
 PAGES = range(6)
 
@@ -32,6 +32,21 @@ def test_pages_are_read_from_the_pod_that_has_them(tmp_path, num_groups):
         )
         assert server["read_columns"] == len(PAGES) * num_groups
         assert pods.sidecars[1].stats()["peer_server"]["read_columns"] == 0
+
+
+def test_restarted_pod_serves_its_rows_before_its_engine_uses_them(tmp_path):
+    with PeerSidecars(tmp_path) as pods, PageEngine(pods.sidecars[0]) as engine:
+        engine.store(*PAGES)
+        pods.sidecars[0].settled()
+        before = engine.client.session
+        pods.sidecars[0].restart()
+        reattached(engine, before)
+        reader = pods.sidecars[1]
+        reader.wait_until(lambda stats: not stats["peers"]["servers"][0]["problem"])
+        with other_engine(reader) as other:
+            assert other.run(*PAGES) == len(PAGES)
+        stats = pods.sidecars[0].stats()
+        assert (stats["peer_server"]["read_columns"], stats["memory"]["verified"]) == (len(PAGES), len(PAGES))
 
 
 def test_rows_of_a_private_namespace_are_not_served(tmp_path):

@@ -1,13 +1,14 @@
 """The rows that this sidecar serves to other pods: those of its memory tier, read by the server's threads.
 
-One event loop owns the memory tier. Each question and each pin therefore takes a turn of that loop.
+One event loop owns the memory tier. Each question and each pin therefore takes a turn of that loop. A row
+from before a restart is verified before it is pinned.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as NotYet
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lmcache_store.common.timing import TIMING
 from lmcache_store.tiers.base import ObjectId, RowKey
@@ -61,21 +62,21 @@ class PeerRows:
     def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
         """Say of each object whether it can be read now."""
 
-        def find() -> list[bool]:
+        async def find() -> list[bool]:
             store = self._store()
             if store is None or store.is_closed:
                 return [False] * len(ids)
             num_columns = store.memory.arena.table.num_columns
             return [each.column < num_columns and store.can_be_read(each.row_key) for each in ids]
 
-        return self._in_loop(find, lambda _: None) or [False] * len(ids)
+        return self._in_loop(find, lambda _: None, TIMING.peer_turn_seconds) or [False] * len(ids)
 
     def pin(self, key: RowKey) -> PinnedMemoryRow | None:
-        """Pin a row; None if it can't be read."""
+        """Pin a row, once it is verified; None if it can't be read."""
 
-        def pin() -> PinnedMemoryRow | None:
+        async def pin() -> PinnedMemoryRow | None:
             store = self._store()
-            slot = store.begin_read(key) if store is not None else None
+            slot = await store.begin_read(key) if store is not None else None
             if store is None or slot is None:
                 return None
             try:
@@ -84,7 +85,11 @@ class PeerRows:
                 store.end_read(slot)
                 raise
 
-        return self._in_loop(pin, lambda row: row.release() if row is not None else None)
+        def unpin(row: PinnedMemoryRow | None) -> None:
+            if row is not None:
+                row.release()
+
+        return self._in_loop(pin, unpin, TIMING.peer_turn_seconds)
 
     def take_over(self, key: RowKey, length: int, tenant: bytes, peer: str) -> bool:
         """Read a row from the peer that offers it, and wait for the result. False: refused."""
@@ -100,36 +105,29 @@ class PeerRows:
             (endpoint,) = parse_endpoints([peer])
         except ValueError:
             return False
-        taking = take_over()
-        try:
-            result = asyncio.run_coroutine_threadsafe(taking, self._loop)
-        except RuntimeError:  # the loop is closed
-            taking.close()
-            return False
-        try:
-            return result.result(TIMING.peer_offer_seconds)
-        except (NotYet, CancelledError):
-            result.cancel()
-            return False
+        return bool(self._in_loop(take_over, lambda _: None, TIMING.peer_offer_seconds))
 
-    def _in_loop(self, action: Callable[[], T], undo: Callable[[T], None]) -> T | None:
+    def _in_loop(
+        self, action: Callable[[], Coroutine[Any, Any, T]], undo: Callable[[T], None], seconds: float
+    ) -> T | None:
         """Return the result of ``action`` in the loop. None if it takes too long; it is then undone."""
         result: Future[T] = Future()
 
-        def act() -> None:
-            if not result.set_running_or_notify_cancel():
-                return
-            try:
-                result.set_result(action())
-            except Exception as error:
-                result.set_exception(error)
+        async def act() -> None:
+            value = await action()
+            if result.set_running_or_notify_cancel():
+                result.set_result(value)
+            else:
+                undo(value)
 
+        acting = act()
         try:
-            self._loop.call_soon_threadsafe(act)
-            return result.result(TIMING.peer_turn_seconds)
-        except NotYet:
+            asyncio.run_coroutine_threadsafe(acting, self._loop).result(seconds)
+        except (NotYet, CancelledError):
             if not result.cancel():
                 undo(result.result())
             return None
         except RuntimeError:  # the loop is closed
+            acting.close()
             return None
+        return result.result()

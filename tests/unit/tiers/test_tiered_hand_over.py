@@ -6,6 +6,8 @@ import pytest
 
 from lmcache_store.tiers.load_or_recompute import Rate
 from lmcache_store.tiers.memory.contracts import LookupResult
+from lmcache_store.tiers.stats import Removal
+from tests.harness.loops import in_a_loop
 from tests.harness.tiers.tiered_world import NUM_COLUMNS, SIZE, World, chain, content, run, until
 
 
@@ -88,6 +90,26 @@ async def test_rows_that_load_slower_than_they_are_computed_are_asked_for_once(w
 
 
 # ---- rows that another pod offers ----
+
+
+@pytest.mark.parametrize("is_looked_up", [False, True])
+@in_a_loop
+async def test_adopted_rows_are_verified_when_another_pod_reads_them(is_looked_up):
+    async with World() as killed:
+        await killed.write(chain(3))
+        damaged = killed.slots(chain(3))[1]
+    killed.arena.view(damaged.row, 1)[5] ^= 1
+    async with World(arena=killed.arena) as world:
+        store, memory = world.store, world.store.memory
+        assert all(map(store.can_be_read, chain(3)))
+        if is_looked_up:
+            assert world.lookup(chain(3)).num_pending == 3
+        reads = [store.begin_read(key) for key in (*chain(3), *chain(3))]
+        slots = await asyncio.gather(*reads)
+        assert [slot is not None for slot in slots] == [True, False, True] * 2
+        assert (memory.stats.verified, memory.stats.removed[Removal.INVALID]) == (2, 1)
+        for slot in filter(None, slots):
+            store.end_read(slot)
 
 
 async def _offer(length: int) -> tuple[bool, int]:

@@ -199,6 +199,17 @@ class TieredMachine(RuleBasedStateMachine):
         self.leases.pop(request, None)
         self.world.store.memory.release((b"e" * 16, request))
 
+    @rule(keys=parts)
+    def read_by_another_pod(self, keys):
+        async def read():
+            for key in keys:
+                if (slot := await self.world.store.begin_read(key)) is not None:
+                    for column in COLUMNS:
+                        assert self.world.arena.view(slot.row, column) == content(key, column)
+                    self.world.store.end_read(slot)
+
+        self.run(read())
+
     # ---- faults ----
 
     @rule(name=tiers, state=states)

@@ -108,7 +108,7 @@ class MemoryTier(Reservations):
 
         These are half of the rows without a lease.
         """
-        numbers = [row for row in self._rows.policy.victims() if not self._rows.unverified[row]]
+        numbers = list(self._rows.policy.victims())
         hottest = reversed(numbers[len(numbers) // 2 :])
         return [(self._rows.key(row), self._table.length(row, 0), self._rows.tenant(row)) for row in hottest]
 

@@ -9,6 +9,7 @@ A lookup never waits for a promotion. At any time there is at most one promotion
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
@@ -69,6 +70,7 @@ class Promotions:
         self._tasks = tasks
         self._clock = clock
         self._pending: dict[RowKey, tuple[int, bytes]] = {}  # rows to be promoted or verified: slots, tenant
+        self._verified: dict[RowKey, asyncio.Future[None]] = {}  # set when a pending row that is read is not
         self._num_pending_slots: Counter[bytes] = Counter()  # by tenant
         self._num_taken = 0  # rows that other pods offered
         self._probing: set[RowKey] = set()  # names of running probes
@@ -97,11 +99,22 @@ class Promotions:
         search = Search(chains, expected, lambda key: self._is_absent(key, request, handed_over))
         if unverified:
             places = [place for place in chains.places(search.num_expected) if place in unverified]
-            slots = {chains.key(place): unverified[place] for place in places}
-            for key in slots:
-                self._begin(key, 0, b"")
-            self._tasks.spawn(self._verify(slots))
+            self._start_verifying({chains.key(place): unverified[place] for place in places})
         return search
+
+    async def verify_row(self, key: RowKey) -> None:
+        """Verify an adopted row that another pod reads, or wait until it is verified."""
+        slot = self._memory.unverified_slot(key)
+        if slot is not None:
+            if key not in self._pending:
+                self._start_verifying({key: slot})
+            new = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._verified.setdefault(key, new)])
+
+    def _start_verifying(self, slots: Mapping[RowKey, Slot]) -> None:
+        for key in slots:
+            self._begin(key, 0, b"")
+        self._tasks.spawn(self._verify(slots))
 
     def promote(self, search: Search, request: str, chunk_seconds: float) -> bool:
         """Ask the lower tiers for more rows if that can help now.
@@ -281,6 +294,8 @@ class Promotions:
 
     def _end(self, key: RowKey) -> None:
         num_slots, tenant = self._pending.pop(key)
+        if verified := self._verified.pop(key, None):
+            verified.set_result(None)
         self._num_pending_slots[tenant] -= num_slots
         if not self._num_pending_slots[tenant]:
             del self._num_pending_slots[tenant]

@@ -259,11 +259,16 @@ class TieredStore:
     # ---- for other pods ----
 
     def can_be_read(self, key: RowKey) -> bool:
-        """May other pods read this row, and is it in memory now? Counts as no use of the row."""
-        return not self.is_closed and self._is_shared(key) and self.memory.is_resident(key)
+        """May other pods read this row, and is it in memory now? Counts as no use of the row.
 
-    def begin_read(self, key: RowKey) -> Slot | None:
+        An adopted row is verified when it is read."""
+        is_present = self.memory.is_resident(key) or self.memory.unverified_slot(key) is not None
+        return not self.is_closed and self._is_shared(key) and is_present
+
+    async def begin_read(self, key: RowKey) -> Slot | None:
         """Pin a row that another pod reads; None if it can't be read. Call ``end_read`` with the slot."""
+        if self.can_be_read(key):
+            await self._promotions.verify_row(key)
         slot = self.memory.resident_slot(key) if self.can_be_read(key) else None
         if slot is not None:
             self.memory.pin(slot)
