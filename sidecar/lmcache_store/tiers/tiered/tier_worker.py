@@ -317,7 +317,7 @@ class TierWorker(TierOperations):
     async def close(self, timeout_seconds: float | None = None) -> bool:
         """Stop all work. Returns True when no thread of this worker uses the tier or the arena any more."""
         has_ended = await super().close(timeout_seconds)
-        self.stats.writes_skipped[WriteSkipped.DROPPED] += len(self._unwritten)
+        self.stats.writes_skipped.update([WriteSkipped.DROPPED] * len(self._unwritten))
         self._unwritten.clear()
         return has_ended
 
