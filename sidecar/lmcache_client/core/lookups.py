@@ -102,14 +102,16 @@ class LookupThread:
         return ticket.namespace != self._namespace or session is None or session.memory_only
 
     def is_late(self, ticket: Ticket, missing_seconds: float) -> bool:
-        """Return True if the sidecar has been silent for too long. Answers to other tickets end the silence.
+        """Return True if the sidecar has been silent for too long. Answers to other tickets end the silence,
+        until ``promotion_seconds``.
 
         ``missing_seconds``: time to compute the chunks that the answer may save; 0.0: not known.
         """
         bound = self.answer_seconds
         if not self._fixed_seconds:
             bound = max(bound, min(missing_seconds, MAX_ANSWER_SECONDS))
-        return self._clock() - max(ticket.asked_at, self._answered_at) >= bound
+        now, longest = self._clock(), max(TIMING.promotion_seconds, self._fixed_seconds)
+        return now - max(ticket.asked_at, self._answered_at) >= bound or now - ticket.asked_at >= longest
 
     def find(self, ticket: Ticket, at_least: int = 0) -> Hit | None:
         """Find the longest hit in memory, without a call. Returns None while its keys are not known.

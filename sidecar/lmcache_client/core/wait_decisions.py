@@ -113,6 +113,7 @@ class WaitDecisions:
         answer = ticket.answer
         if answer is not None and now - ticket.answered_at >= OLD_SECONDS and state.wait is None:
             ticket.answer = None
+            self._wait(state, now)  # the next answer counts, even if steps take longer than OLD_SECONDS
             if not ticket.is_asking:
                 lookups.ask(ticket)
             return True

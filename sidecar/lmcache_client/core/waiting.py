@@ -57,7 +57,8 @@ class RowWait:
 
     It waits as long as rows arrive faster than the engine would compute them. If no row arrives, it waits at
     most for the time that computing the missing rows would take, within bounds. The reason: a busy machine
-    delays the computation just as it delays the rows.
+    delays the computation just as it delays the rows. ``promotion_seconds`` limits the time without a row of
+    this request, however fast the engine computes, and whatever rows other requests get.
 
     Rows that another engine announced have stricter limits, see ``is_overdue``.
     """
@@ -71,6 +72,7 @@ class RowWait:
         self._num_found = self._num_found_before = num_found
         self._num_steps = num_steps
         self._silence_seconds = max(TIMING.first_row_seconds, silence_seconds)
+        self._longest_silence = max(TIMING.promotion_seconds, silence_seconds)
         self._is_silence_set = silence_seconds > 0
         self._has_arrivals = False
         self._arrived_at = now  # time of the last row of this request, or the begin of the wait
@@ -83,7 +85,8 @@ class RowWait:
         now, arrivals, missing_seconds = progress.now, progress.arrivals, progress.missing_seconds
         pace = arrivals.seconds_per_row
         is_slow = self._has_arrivals and 0 < progress.chunk_seconds < pace
-        if is_slow and now - self._began_at >= missing_seconds:
+        is_silent = now - self._arrived_at >= self._longest_silence  # only other requests get rows
+        if is_silent or (is_slow and now - self._began_at >= missing_seconds):
             return True
         has_begun = self._has_arrivals or arrivals.last_at >= self._began_at
         stall = max(TIMING.row_seconds, 4 * pace, min(missing_seconds, self._silence_seconds))
@@ -103,7 +106,7 @@ class RowWait:
         # Time to compute all rows that were missing when the wait began.
         total_seconds = missing_seconds + num_new * progress.chunk_seconds
         if is_promoted:
-            silence_seconds = max(silence_seconds, missing_seconds)
+            silence_seconds = max(silence_seconds, min(missing_seconds, self._longest_silence))
             total_seconds = max(self._silence_seconds, total_seconds)
         if missing_seconds and not self._is_silence_set and now - self._began_at >= total_seconds:
             return True

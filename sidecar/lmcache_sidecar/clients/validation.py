@@ -134,6 +134,7 @@ def parse_lookup(request: pb.LookupRequest, peer: ParsedHello) -> Chains:
     numbers = [group.group for group in request.groups]
     if sorted(numbers) != peer.storing:
         raise invalid(f"groups must contain each of {peer.storing} once, they are {numbers[:MAX_GROUPS]}")
+    tenant = parse_tenant(request.tenant)
     check_length("private_reason", request.private_reason.encode())
     check_length("uncached_reason", request.scheduled.uncached_reason.encode())
     blocks = request.scheduled.first_blocks
@@ -144,9 +145,7 @@ def parse_lookup(request: pb.LookupRequest, peer: ParsedHello) -> Chains:
     require(len(set(map(len, keys))) == 1, "each group must have the same number of keys, one for each chunk")
     groups = tuple(peer.groups[number] for number in numbers)
     num_handed_over = min(request.num_handed_over_chunks, len(keys[0])) if keys else 0
-    return Chains(
-        peer.hello.geometry.chunk_tokens, groups, keys, parse_tenant(request.tenant), num_handed_over
-    )
+    return Chains(peer.hello.geometry.chunk_tokens, groups, keys, tenant, num_handed_over)
 
 
 def parse_reserve(request: pb.ReserveRequest, peer: ParsedHello) -> list[RowKey]:

@@ -31,6 +31,8 @@ class Timing:
     """Time until a report of a blocking engine is sent. Older reports are dropped, as of a frozen sidecar."""
     row_seconds: float = 0.05
     """Time until the next row is promoted, unless computing the missing rows takes longer."""
+    promotion_seconds: float = 10.0
+    """Time until a request gets its answer, or one row more, however long computing takes."""
     first_row_seconds: float = 0.2
     """Time until the first row is promoted, unless the settings allow more: the tier's speed is unknown."""
     hold_seconds: float = 2.0

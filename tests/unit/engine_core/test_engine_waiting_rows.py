@@ -1,10 +1,14 @@
 """Waits of the scheduler side for rows that are being promoted, or that another request computes."""
 
+import threading
+
 import pytest
 
 from lmcache_client.core.jobs import WorkerReport
+from lmcache_client.vllm.hand_over import announce
 from lmcache_store.common.timing import TIMING
 from tests.harness.client.scheduler_rig import Rig, blocks, make_request
+from tests.harness.sidecar.wire import NAMESPACE
 
 
 def arrive_together(rig, num_tokens=200):
@@ -92,6 +96,42 @@ def test_single_long_step_does_not_end_the_wait(rig):
     rig.step(new=other_request)
     rig.now += 2 * TIMING.first_row_seconds
     assert rig.match(request) == (0, False)
+
+
+@pytest.mark.parametrize("activity", ["rows of others", "answers to others", "long steps", "announced rows"])
+def test_each_wait_ends_although_computing_is_slow(activity):
+    """The user has set one token per second. No row arrives for the request, as after the loss of a peer."""
+    rig = Rig(prefill_tokens_per_second=1.0)
+
+    def hold() -> None:
+        assert gate.wait(60)
+
+    num_announced = 192 if activity == "announced rows" else 0
+    request = make_request(200, kv_transfer_params=announce(NAMESPACE, num_announced))
+    rig.session.num_pending, gate = 3, threading.Event()
+    is_unanswered = activity == "answers to others"
+    if is_unanswered:
+        rig.session.before_lookup = hold
+        rig.scheduler.on_new_request(request)
+    else:
+        rig.arrive(request)
+    num_steps, step_seconds = 0, 2.0 if activity == "long steps" else 0.1
+    rig.now += step_seconds  # in the queue
+    while rig.match(request) == (None, False):
+        num_steps += 1
+        if not is_unanswered:
+            rig.drain_lookups()
+        rig.now += step_seconds
+        if activity == "rows of others":
+            rig.scheduler._waits._arrivals.note(1, rig.now - 0.1, rig.now)
+        elif is_unanswered:
+            rig.lookups._answered_at = rig.now
+        elif activity == "long steps":
+            rig.step(new=[("another", blocks(2), 0, 64)])
+        assert rig.now <= 2 * TIMING.promotion_seconds
+    assert num_steps > 1
+    gate.set()
+    rig.scheduler.go_offline()
 
 
 def test_only_pending_rows_are_waited_for(rig):

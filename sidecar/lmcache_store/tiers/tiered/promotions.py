@@ -108,8 +108,7 @@ class Promotions:
         if slot is not None:
             if key not in self._pending:
                 self._start_verifying({key: slot})
-            new = asyncio.get_running_loop().create_future()
-            await asyncio.wait([self._verified.setdefault(key, new)])
+            await asyncio.wait([self._verified.setdefault(key, asyncio.get_running_loop().create_future())])
 
     def _start_verifying(self, slots: Mapping[RowKey, Slot]) -> None:
         for key in slots:

@@ -59,11 +59,6 @@ class TierOperations:
         return self._tier.takes_writes
 
     @property
-    def num_outages(self) -> int:
-        """Number of events after which copies in the tier may be missing; see MediumHealth."""
-        return self._tier.health.num_outages
-
-    @property
     def residence_seconds(self) -> float:
         """See LowerTier."""
         return self._tier.residence_seconds
