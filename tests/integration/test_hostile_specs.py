@@ -226,6 +226,19 @@ def test_routers_of_authors_are_tuned_and_load_no_code(submit):
         assert "spec.router.args: you may not" in submitted(*tuned, option), option
 
 
+def test_engines_of_authors_choose_no_devices_of_their_node(submit):
+    """The container runtime obeys the variable, whatever the device plugin assigned."""
+
+    def submitted(name: str) -> str:
+        return submit({**operator_model.MINIMAL_SPEC, "engine": {"env": [{"name": name, "value": "all"}]}})
+
+    for name in ("NVIDIA_VISIBLE_DEVICES", "NVIDIA_MIG_CONFIG_DEVICES", "NVIDIA_IMEX_CHANNELS",
+                 "AMD_VISIBLE_DEVICES", "HABANA_VISIBLE_DEVICES"):  # fmt: skip
+        assert "spec.engine.env: you may not" in submitted(name), name
+    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE"):
+        assert submitted(name) == "", name
+
+
 @pytest.mark.parametrize(
     "pod", [pod for pod in HOSTILE_PODS if pod.refused_by != OPERATOR], ids=lambda pod: pod.field
 )

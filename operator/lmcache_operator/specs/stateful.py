@@ -9,6 +9,8 @@ from lmcache_operator.specs import Object, names
 
 CONTAINER_SECURITY: Object = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 READ_ONLY_SECURITY = CONTAINER_SECURITY | {"readOnlyRootFilesystem": True}
+NO_GPUS = {"NVIDIA_VISIBLE_DEVICES": "void"}
+"""Variable that hides GPUs from a container. It is explicit, because some images default to all GPUs."""
 SCRAPER_LABEL = "lmcache.io/scraper"
 """A namespace with this label set to "true" may reach metrics ports."""
 

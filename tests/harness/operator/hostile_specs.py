@@ -41,7 +41,7 @@ _ADMITTED = {
         tiers.peers.bytesPerSecond tiers.remote.managed.access
     """,
     "narrows who reaches pods of this LMCacheCluster: without it, everybody does": "clients",
-    "a setting of a pod without a ServiceAccount token": """
+    "a setting of a pod without a ServiceAccount token; names of variables for devices are refused": """
         engine.args engine.env[].name engine.env[].value engine.prefill.args
     """,
     "fields of the pod itself": "engine.env[].valueFrom.fieldRef",

@@ -10,6 +10,7 @@ from lmcache_operator.__main__ import main
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.engine.gpus import planned_transfer
+from lmcache_operator.components.remote.remote import Remote
 from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import InvalidSpecError, RefusedError
 from lmcache_operator.kube.refusals import error_of
@@ -69,6 +70,26 @@ def test_all_gpus_are_visible_only_if_the_operator_allows_it() -> None:
     # A sidecar that does not copy sees no GPU.
     assert env_of(sidecar(True, **spec({}, "SharedMemory"))) == forbidden
     assert sidecar(True, **spec(CLAIMS)) == sidecar(False, **spec(CLAIMS))
+
+
+@pytest.mark.parametrize(
+    ("engine", "is_hidden"), [({}, False), ({"gpu": {"count": 0}}, True), (CLAIMS, True)]
+)
+def test_variable_hides_gpus_from_engines_without_a_device_plugin(engine: Any, is_hidden: bool) -> None:
+    """Images of users may show all GPUs of the node by default. A plugin sets the variable itself."""
+    expected = "void" if is_hidden else None
+    assert env_of(container(pod_of(engine=engine), "engine")).get("NVIDIA_VISIBLE_DEVICES") == expected
+    variable = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}
+    if is_hidden:
+        with pytest.raises(InvalidSpecError, match=r"env\[NVIDIA_VISIBLE_DEVICES\]"):
+            pod_of(engine=engine | {"env": [variable]})
+
+
+def test_servers_of_the_remote_tier_see_no_gpus() -> None:
+    tiers = {"remote": {"managed": {"memoryPerShard": "1Gi", "image": "mine:1"}}}
+    template = child_of("StatefulSet", Remote(), tiers=tiers)["spec"]["template"]
+    (server,) = template["spec"]["containers"]
+    assert env_of(server)["NVIDIA_VISIBLE_DEVICES"] == "void"
 
 
 def test_sidecar_memory_includes_an_overhead_for_each_shared_gpu() -> None:

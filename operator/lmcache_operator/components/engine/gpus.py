@@ -18,6 +18,7 @@ from lmcache_operator.components.engine.kinds import kind_of
 from lmcache_operator.contract.base import SidecarState
 from lmcache_operator.contract.conditions import Problem, problem_message
 from lmcache_operator.specs import Object, names
+from lmcache_operator.specs.stateful import NO_GPUS
 
 CUDA_IPC, SHARED_MEMORY = "CudaIPC", "SharedMemory"
 CLAIM = "gpu"
@@ -90,8 +91,12 @@ def sidecar_env(transfer: Transfer) -> dict[str, str]:
     """
     if transfer.reason == "AllGPUsVisible":
         return {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility", "NVIDIA_VISIBLE_DEVICES": "all"}
-    # "void" is explicit, because some images default to all GPUs.
-    return {"NVIDIA_VISIBLE_DEVICES": "void"}
+    return NO_GPUS
+
+
+def engine_env(cluster: Cluster) -> dict[str, str]:
+    """Hide GPUs from an engine without a device plugin, which sets the variable itself."""
+    return {} if "limits" in engine_resources(cluster) else NO_GPUS
 
 
 def transfer_in_use(fields: Mapping[str, Any], sidecars: Sequence[SidecarState]) -> Object:

@@ -114,6 +114,7 @@ def _ending(cluster: Cluster) -> _Ending:
 def _engine_env(cluster: Cluster) -> dict[str, str]:
     env = {
         **kind_of(cluster).variables_of(cluster),
+        **gpus.engine_env(cluster),
         "HF_HOME": f"{paths.MODELS_DIR}/huggingface",
         "HOME": paths.HOME_DIR,
         "LMCACHE_SOCKET": paths.SOCKET_PATH,

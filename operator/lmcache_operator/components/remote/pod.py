@@ -166,6 +166,7 @@ def _server(managed: ManagedRemote, image: str) -> Object:
     return {
         "args": [settings(managed)],
         "command": ["sh", "-ec", _START, "sh"],
+        "env": [{"name": name, "value": value} for name, value in stateful.NO_GPUS.items()],
         "image": image,
         "livenessProbe": _probe(period=10, failures=6),
         "name": names.REMOTE,
