@@ -83,7 +83,9 @@ _ADMITTED = {
     "a certificate for the operator's host names only, in a Secret with the uid in its name": """
         tiers.peers.tls.issuerRef tiers.remote.managed.tls.issuerRef
     """,
-    "a server that gets this cluster's own KV, and no Secret of others": "tiers.remote.external.url",
+    "a server that gets KV of this cluster's pods, and of users' pods with its label: a documented limit": """
+        tiers.remote.external.url
+    """,
     "code in a pod without a ServiceAccount token, which mounts only the cluster's own Secrets": """
         tiers.remote.managed.image
     """,
