@@ -28,15 +28,25 @@ def write(folder: Path, token: str, name: str = "token") -> Path:
     return folder
 
 
-def status_of(sidecar: SidecarProcess, path: str, token: str = "", host: str = "") -> int:
-    """HTTP status for a client that is not on the sidecar's loopback address."""
+def status_of(sidecar: SidecarProcess, path: str, token: str = "", host: str = "", name: str = "") -> int:
+    """HTTP status for a client that is not on the sidecar's loopback address. ``name``: its header Host."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
+    headers |= {"Host": name} if name else {}
     url = f"http://{host or reachable_address()}:{sidecar.http_port}{path}"
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
+
+
+def test_no_page_is_shown_to_a_web_page(tmp_path: Path) -> None:
+    """The browser of a person with a port-forward sends the name of the web page, and needs no token."""
+    pages = (*DATA_PAGES, "/healthz", "/readyz")
+    with SidecarProcess(http_host="0.0.0.0", http_tokens_dir=tmp_path) as sidecar:
+        local = {"host": "127.0.0.1"}
+        assert [status_of(sidecar, path, **local) for path in pages] == [200] * 6
+        assert [status_of(sidecar, path, **local, name="evil.example") for path in pages] == [421] * 6
 
 
 def test_pages_are_shown_to_clients_with_the_token_only(tmp_path: Path) -> None:
