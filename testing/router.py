@@ -53,16 +53,17 @@ class RouterProcess(Server):
         self._arguments = arguments
         self._variables = variables
         self.url = ""
+        self.port = self.metrics_port = 0
 
     def start(self, *, timeout: float = 60.0) -> None:
         """Start the router, and wait until it has found all engines healthy."""
-        port, metrics_port = free_ports(2)
-        self.url = f"http://127.0.0.1:{port}"
+        self.port, self.metrics_port = free_ports(2)
+        self.url = f"http://127.0.0.1:{self.port}"
         workers = ("--worker-urls", *self._worker_urls) if self._worker_urls else ()
         self.spawn(
             [
-                *(sys.executable, "-m", "vllm_router.launch_router", *workers, *self._arguments),
-                *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)),
+                *(sys.executable, "-m", "vllm_router.launch_router", *workers, "--host", "127.0.0.1"),
+                *(*self._arguments, "--port", str(self.port), "--prometheus-port", str(self.metrics_port)),
                 *("--worker-startup-check-interval", "1", "--log-level", "debug"),
             ],
             env={**os.environ, "PYTHONPATH": str(package()), **self._variables},
@@ -93,7 +94,7 @@ class RoutedPod:
 
     def __init__(self, log: Path, *, topic: str = "", memory_size: str = "128Mi") -> None:
         port, events_port = free_ports(2)
-        self.events = f"tcp://127.0.0.1:{events_port}"
+        self.events = f"tcp://[::1]:{events_port}"
         self.sidecar = SidecarProcess(memory_size=memory_size)
         self._log, self._port, self._stack = log, port, ExitStack()
         self._events = {
@@ -110,7 +111,7 @@ class RoutedPod:
             stack.enter_context(self.sidecar)
             connector = patient_config(self.sidecar.socket_path)
             events = f"--kv-events-config={json.dumps(self._events)}"
-            arguments = (events, f"--middleware={MIDDLEWARE}")
+            arguments = (events, f"--middleware={MIDDLEWARE}", "--host=::")
             self.engine = stack.enter_context(ServedEngine(self._log, self._port, connector, *arguments))
             self.engine.wait_ready()
             self._stack = stack.pop_all()

@@ -16,6 +16,7 @@ import math
 import os
 import platform
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from secrets import token_urlsafe
 from typing import Any, cast
@@ -73,7 +74,7 @@ async def run(
     """
     if kubeconfig is not None:
         os.environ["KUBECONFIG"] = kubeconfig  # for this operator's client and for kopf's
-    start_http_server(metrics_port)
+    start_http_server(metrics_port, "::" if socket.has_dualstack_ipv6() else "0.0.0.0")
     health = Health()
     task = asyncio.current_task()
     assert task is not None

@@ -74,6 +74,8 @@ def rendering_options() -> argparse.ArgumentParser:
     rendering.add_argument("--allow-all-gpus-sidecar", action="store_true", help=about)
     about = "render pods without users and groups, which the platform assigns (OpenShift)"
     rendering.add_argument("--assigned-ids", action="store_true", help=about)
+    about = "addresses of a pod, separated by commas: engines and routers listen in their families (IPv4)"
+    rendering.add_argument("--pod-ips", metavar="IPS", default="", help=about)
     return rendering
 
 
@@ -102,7 +104,9 @@ def context(arguments: argparse.Namespace) -> Context:
     flags = arguments.operator_namespace, arguments.allow_all_gpus_sidecar, arguments.shard_image
     flag_of = {kind.name: f"{kind.image_flag}_image" for kind in ENGINE_KINDS.values()}
     engines = {name: getattr(arguments, flag_of[name]) for name in OTHER_ENGINES}
-    platform = Platform(arguments.assigned_ids)
+    listed: str = arguments.pod_ips
+    hosts = ("::" if ":" in ips else "0.0.0.0" for ips in (listed, listed.partition(",")[0]))
+    platform = Platform(arguments.assigned_ids, *hosts)
     return Context(images, *flags, engines, arguments.router_image, platform)
 
 

@@ -80,8 +80,8 @@ class Operator(ChildProcess):
         self.token = ""
         """Id of the token of its current run, which audit events have, too."""
         self._plane, self._account, self._program = plane, account, program
-        self._health_port, self.metrics_port = free_ports(2)
-        self._flags = (*flags, f"--health-port={self._health_port}", f"--metrics-port={self.metrics_port}")
+        self.health_port, self.metrics_port = free_ports(2)
+        self._flags = (*flags, f"--health-port={self.health_port}", f"--metrics-port={self.metrics_port}")
         self._marks = 0, 0
 
     def start(self) -> None:
@@ -134,5 +134,5 @@ class Operator(ChildProcess):
 
     def _is_healthy(self) -> bool:
         self.check()
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._health_port}/healthz", timeout=60) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.health_port}/healthz", timeout=60) as answer:
             return bool(answer.status == 200)

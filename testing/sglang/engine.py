@@ -191,6 +191,7 @@ class SGLangEngine(Program):
             **(storage.arguments() if storage else {}),
             **arguments,
         }
+        self._host = "::1" if all_arguments["host"] == "::" else "127.0.0.1"
         num_ranks = math.prod(all_arguments.get(f"{kind}_size", 1) for kind in ("tp", "pp", "dp"))
         cores = "|".join([str(workers.core())] * num_ranks)
         super().__init__(
@@ -207,7 +208,8 @@ class SGLangEngine(Program):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}"
 
     def wait_ready(self, timeout: float = 300) -> SGLangEngine:
         """Wait until the server accepts requests. Raises EngineFailed."""
@@ -319,7 +321,7 @@ class SGLangEngine(Program):
     def _request(
         self, method: str, path: str, body: dict[str, Any] | None, timeout: float
     ) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=timeout)
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
         content = None if body is None else json.dumps(body)
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {_ADMIN_KEY}"}
         try:

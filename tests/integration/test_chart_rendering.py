@@ -127,6 +127,8 @@ def test_operator_parses_the_flags_of_the_deployment(helm):
     parsed = _parser().parse_args(container["args"])
     assert parsed.namespace == ["a", "b"]
     assert parsed.allow_all_gpus_sidecar is parsed.assigned_ids is True
+    fields = {each["name"]: each["valueFrom"]["fieldRef"]["fieldPath"] for each in container["env"]}
+    assert fields[parsed.pod_ips.strip("$()")] == "status.podIPs"
     # The NetworkPolicies of the sidecars admit the operator by these.
     assert parsed.operator_namespace == deployment["metadata"]["namespace"]
     assert OPERATOR_LABELS.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from testing.child_process import answers
 from testing.kube.api import Object
 from testing.kube.cluster import Cluster
 from tests.harness.kube import CLUSTERS, EXAMPLE, NAME, Operator, example, new_namespace
@@ -49,6 +50,11 @@ def shared(plane: Cluster, operator_process: Operator) -> Iterator[str]:
         plane.api.create(CLUSTERS, example(), namespace)
         wait_ready(plane, namespace)
         yield namespace
+
+
+def test_operator_answers_probes_and_scrapes_on_ipv4_and_ipv6(operator):
+    pages = (f"{operator.health_port}/healthz", f"{operator.metrics_port}/metrics")
+    assert all(answers(f"http://{host}:{page}") for host in ("127.0.0.1", "[::1]") for page in pages)
 
 
 @pytest.fixture(scope="module")

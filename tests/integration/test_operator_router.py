@@ -7,14 +7,18 @@ import random
 import socketserver
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from testing.child_process import wait_until
+from lmcache_operator.api.parse import Platform, parse
+from lmcache_operator.components.router.router import Routing
+from testing.child_process import answers, wait_until
 from testing.router import RouterProcess
 from tests.harness.commands.json_server import JsonHandler, serving
 from tests.harness.kube import CLUSTERS, NAME, example
 from tests.harness.operator.clusters import HELD, condition, set_running
+from tests.harness.operator.render import CONTEXT
 
 pytestmark = pytest.mark.kube
 
@@ -43,10 +47,10 @@ def address_of(server: socketserver.BaseServer) -> str:
 
 @pytest.fixture
 def engines() -> Iterator[list[http.server.ThreadingHTTPServer]]:
+    """One engine has an address of IPv4, and the other one an address of IPv6."""
     with contextlib.ExitStack() as stack:
-        network = f"127.{random.randrange(100, 200)}.{random.randrange(256)}"
-        places = [(f"{network}.{number}", ENGINE_PORT) for number in (1, 2)]
-        yield [stack.enter_context(serving(Engine, place)) for place in places]
+        address = f"127.{random.randrange(100, 200)}.{random.randrange(256)}.1"
+        yield [stack.enter_context(serving(Engine, (each, ENGINE_PORT))) for each in (address, "::1")]
 
 
 def answering_engine(router: RouterProcess) -> str:
@@ -67,7 +71,9 @@ def test_router_finds_engine_pods_with_the_rights_of_its_role(plane, operator, n
     resource = example(router={"policy": "RoundRobin", "replicas": 1})
     resource["spec"]["engine"] = resource["spec"].get("engine", {}) | {"replicas": 2, "podTemplate": HELD}
     plane.api.create(CLUSTERS, resource, namespace)
-    deployment = plane.wait(lambda: plane.api.find("apps/v1/deployments", ROUTER, namespace))
+    plane.wait(lambda: plane.api.find("apps/v1/deployments", ROUTER, namespace))
+    dual_stack = replace(parse(plane.api.get(CLUSTERS, NAME, namespace)), platform=Platform(host="::"))
+    deployment = Routing().render(dual_stack, CONTEXT)[-1]
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     plane.wait(lambda: plane.api.find("rbac.authorization.k8s.io/v1/rolebindings", ROUTER, namespace))
     pods = [f"{NAME}-engine-{number}" for number in range(2)]
@@ -77,6 +83,8 @@ def test_router_finds_engine_pods_with_the_rights_of_its_role(plane, operator, n
     kubeconfig = str(plane.kubeconfig(f"router-{namespace}", token=token))
     with RouterProcess([], *container["args"], KUBECONFIG=kubeconfig) as router:
         assert answering_engine(router) == ""
+        assert answers(f"http://[::1]:{router.port}/liveness")
+        assert all(answers(f"http://{host}:{router.metrics_port}/metrics") for host in ("127.0.0.1", "[::1]"))
         for pod, address in zip(pods, addresses, strict=True):
             set_running(plane, namespace, pod, address)
         answered: set[str] = set()
@@ -89,7 +97,7 @@ def test_router_finds_engine_pods_with_the_rights_of_its_role(plane, operator, n
         # A pod that is deleted gets no more requests.
         plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"replicas": 1}}}, namespace)
         plane.wait(lambda: plane.api.find("v1/pods", pods[1], namespace) is None)
-        wait_until(lambda: f"http://{addresses[1]}:{ENGINE_PORT}" not in workers(router), what="removal")
+        wait_until(lambda: f"http://[{addresses[1]}]:{ENGINE_PORT}" not in workers(router), what="removal")
         assert {answering_engine(router) for _ in range(4)} == {addresses[0]}
 
     status = {"pools": 1, "replicas": 1, "readyReplicas": 1}

@@ -3,10 +3,11 @@
 import json
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
-from lmcache_operator.api.parse import parse
+from lmcache_operator.api.parse import Platform, parse
 from lmcache_operator.components.engine.kinds.base import option_name
 from lmcache_operator.components.engine.kinds.sglang import SGLang
 from testing.child_process import wait_until
@@ -19,7 +20,7 @@ from tests.harness.sglang.world import load, new_prompt, store, wait_attached
 pytestmark = [pytest.mark.sglang, pytest.mark.redis]
 KIND = SGLang()
 CLUSTER = parse(cluster(engine={"kind": KIND.name}, model={"revision": "main"}))
-_OF_THE_TEST = {"model_path", "revision", "host", "port", "served_model_name", "tp_size", "pp_size"}
+_OF_THE_TEST = {"model_path", "revision", "port", "served_model_name", "tp_size", "pp_size"}
 """Arguments that the test sets itself."""
 
 
@@ -57,9 +58,9 @@ def test_server_reads_the_rendered_arguments(server):
 
 
 def test_server_with_the_rendered_arguments_loads_and_finishes_its_requests(sglang, tmp_path):
-    """SIGTERM ends no request."""
+    """SIGTERM ends no request. The kubelet reaches the pod by IPv6."""
     arguments = {}
-    for arg in KIND.args(CLUSTER, 60):
+    for arg in KIND.args(replace(CLUSTER, platform=Platform(primary_host="::")), 60):
         name, has_value, value = arg.removeprefix("--").partition("=")
         arguments[name.replace("-", "_")] = value if has_value else True
     arguments = {name: value for name, value in arguments.items() if name not in _OF_THE_TEST}

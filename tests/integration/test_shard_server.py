@@ -59,8 +59,8 @@ def shard(tmp_path: Path) -> Iterator[Shard]:
         yield shard
 
 
-def tier(shard: Shard, password: str = PASSWORD) -> RemoteTier:
-    address = Address.parse(f"redis://{REMOTE_USER}@127.0.0.1:{shard.port}")
+def tier(shard: Shard, password: str = PASSWORD, host: str = "127.0.0.1") -> RemoteTier:
+    address = Address.parse(f"redis://{REMOTE_USER}@{host}:{shard.port}")
     return RemoteTier(replace(address, password=password), timeout_seconds=60)
 
 
@@ -85,8 +85,9 @@ def test_probe_of_a_hanging_server_ends_when_killed(shard):
     assert shard.is_alive()
 
 
-def test_sidecar_has_the_rights_that_it_needs(shard):
-    remote = tier(shard)
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_sidecar_has_the_rights_that_it_needs(host, shard):
+    remote = tier(shard, host=host)
     assert remote.store(ObjectId(KEY, 0), memoryview(pattern(5 << 20)))
     assert load(remote) == pattern(5 << 20)
     assert num_leading(remote, [KEY], 1) == 1

@@ -19,7 +19,7 @@ import pytest
 
 from lmcache_client.rpc import service
 from lmcache_client.rpc.service import LOOKUP, UNARY_METHODS
-from testing.child_process import SOURCES, ProcessDied, free_port, wait_until
+from testing.child_process import SOURCES, ProcessDied, answers, free_port, wait_until
 from testing.processes import STARTED, SidecarProcess
 from tests.harness.sidecar.wire import RawClient
 
@@ -185,6 +185,7 @@ def test_sidecar_that_dies_before_it_listens_answers_probes(tmp_path):
         for number in (1, 2, 3):
             wait_until(lambda number=number: num_ends() >= number, timeout=60)
             wait_until(lambda: ask(port, "/healthz") == (200, "ok\n"), timeout=60)
+        wait_until(lambda: answers(f"http://[::1]:{port}/healthz"), timeout=60)
         status, reason = wait_until(lambda: ask(port, "/readyz"), timeout=60)
         assert (status, reason[:42]) == (503, "the sidecar ended with exit status 1: rest")
         stats = json.loads(wait_until(lambda: ask(port, "/stats"), timeout=60)[1])

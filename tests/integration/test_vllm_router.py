@@ -31,6 +31,7 @@ class Listener:
 
     def __init__(self, endpoint: str) -> None:
         self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.ipv6 = True
         self._socket.subscribe("")
         self._socket.connect(endpoint)
         self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
@@ -88,6 +89,7 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RoutedPod]]:
 
 
 def test_requests_go_to_the_engine_whose_sidecar_has_their_kv(pods: list[RoutedPod]) -> None:
+    """The router reads events by IPv4, which is all that it can, and the listeners read them by IPv6."""
     with RouterProcess([pod.engine.url for pod in pods], "--policy=kv_aware") as router:
         texts = [make_texts(2, f"text {number}") for number in range(2)]
         tokens = [

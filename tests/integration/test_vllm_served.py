@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ import pytest
 
 from lmcache_client.vllm.router_discovery import RENDER_PATHS
 from lmcache_client.vllm.tenant_header import PATHS
-from lmcache_operator.api.parse import parse
+from lmcache_operator.api.parse import Platform, parse
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.contract.base import Context
 from lmcache_operator.specs.names import STOCK_IMAGES
 from lmcache_store import keys
-from testing.child_process import free_port, wait_until
+from testing.child_process import answers, free_port, wait_until
 from testing.engine.process import ServedEngine, patient_config
 from testing.engine.served import LOAD_GATE
 from testing.otlp import OtlpReceiver, traceparent
@@ -42,12 +43,12 @@ DISCOVERY = "lmcache_client.vllm.router_discovery.RouterDiscovery"
 SEEDS = map("served {}".format, itertools.count())
 
 
-def rendered_timeout() -> str:
-    """The operator's option with which an engine finishes its answers before it ends."""
-    stateful_set = Engine().render(parse(cluster()), Context(STOCK_IMAGES))[-1]
+def rendered_options() -> list[str]:
+    """The operator's options with which an engine finishes its answers before it ends, and serves IPv6."""
+    dual_stack = replace(parse(cluster()), platform=Platform(host="::"))
+    stateful_set = Engine().render(dual_stack, Context(STOCK_IMAGES))[-1]
     args = stateful_set["spec"]["template"]["spec"]["containers"][0]["args"]
-    (timeout,) = [arg for arg in args if arg.startswith("--shutdown-timeout=")]
-    return str(timeout)
+    return [arg for arg in args if arg.startswith(("--host=", "--shutdown-timeout="))]
 
 
 class World:
@@ -75,7 +76,7 @@ class World:
             f"--otlp-traces-endpoint={self.receiver.endpoint}",
             f"--middleware={MIDDLEWARE}",
             f"--middleware={DISCOVERY}",  # vLLM then answers at the paths of RENDER_PATHS
-            rendered_timeout(),
+            *rendered_options(),
             environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1", "OTEL_BSP_SCHEDULE_DELAY": "50"},
         )
         self._engine.wait_ready()
@@ -155,6 +156,11 @@ def times_of(sidecar: SidecarProcess, answer: dict[str, Any]) -> dict[str, Any]:
 
     request: dict[str, Any] = sidecar.wait_until(ended)
     return request
+
+
+def test_engine_answers_on_ipv4_and_ipv6(world: World) -> None:
+    urls = world.engine.url, world.engine.url.replace("127.0.0.1", "[::1]")
+    assert [answers(f"{url}/health") for url in urls] == [True, True]
 
 
 def test_spans_are_in_the_trace_of_the_http_request(world: World) -> None:

@@ -24,8 +24,8 @@ RUN_ON_GPU_MACHINES = (
     "tests.integration.test_sidecar_copies",
     "tests.integration.test_sidecar_copy_faults",
 )
-FROM_THE_MACHINE = frozenset(("torch", "transformers", "vllm"))
-"""Packages that no list of the project has. The steps that need one say so."""
+FROM_THE_MACHINE = frozenset(("torch", "transformers", "vllm", "zmq"))
+"""Packages that no list of the project has. The steps that need one say so. zmq comes with vLLM."""
 OPTIONAL = frozenset((
     "huggingface_hub", "hypothesis", "llvmlite", "opentelemetry", "pythonjsonlogger", "tokenizers",
 ))  # fmt: skip

@@ -59,6 +59,10 @@ class Platform(NamedTuple):
 
     assigns_ids: bool = False
     """Whether it gives each pod its user and groups, as OpenShift does."""
+    host: str = "0.0.0.0"
+    """Address on which servers listen, in all families in which pods have addresses."""
+    primary_host: str = "0.0.0.0"
+    """The same, only in the family of a pod's primary address, to which the kubelet sends its probes."""
 
 
 AS_DECLARED = Sizes()

@@ -262,6 +262,8 @@ def _call(side: VLLMScheduler | WorkerSide | None, hook: str, neutral: T, *args:
 
 
 def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
+    import zmq
+
     from lmcache_client.core.events import ChunkEvents
     from lmcache_client.core.tracer_choice import make_tracer
     from lmcache_client.vllm.attach import VLLMSettings, start_scheduler_client
@@ -271,6 +273,10 @@ def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
     settings = VLLMSettings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
     connect = partial(start_scheduler_client, settings.socket)
     events = vllm_config.kv_events_config
+    publishes = events is not None and events.enable_kv_cache_events
+    if publishes and "*" in str(events.endpoint):
+        # vLLM opens the publisher's socket after this. Without the option, "*" means all IPv4 addresses.
+        zmq.Context.instance().setsockopt(zmq.IPV6, 1)
     observability = getattr(vllm_config, "observability_config", None)
     num_drafts = vllm_config.num_speculative_tokens
     return VLLMScheduler(
@@ -281,7 +287,7 @@ def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
         num_blocks=kv_cache_config.num_blocks,
         draft_slots=1 + num_drafts + vllm_config.num_lookahead_tokens if num_drafts else 0,
         max_tokens=vllm_config.model_config.max_model_len,
-        events=ChunkEvents() if events is not None and events.enable_kv_cache_events else None,
+        events=ChunkEvents() if publishes else None,
         tracer=make_tracer(getattr(observability, "otlp_traces_endpoint", None)),
     )
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,7 +32,9 @@ def serving(
     handler: type[BaseHTTPRequestHandler], address: tuple[str, int] = ("127.0.0.1", 0), **fields: Any
 ) -> Iterator[ThreadingHTTPServer]:
     """Run a server until the block ends. Its handlers find ``fields`` in their class."""
-    with ThreadingHTTPServer(address, type(handler.__name__, (handler,), fields)) as server:
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    server_type = type("Server", (ThreadingHTTPServer,), {"address_family": family})
+    with server_type(address, type(handler.__name__, (handler,), fields)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()

@@ -57,11 +57,11 @@ class Rows:
 
 
 @contextlib.contextmanager
-def serving(rows, **options):
+def serving(rows, host="127.0.0.1", **options):
     server = PeerServer(rows, PREFIX, **options)
-    port = server.start("127.0.0.1", 0)
+    port = server.start("" if host == "::1" else host, 0)  # "": all addresses
     try:
-        yield server, Endpoint("127.0.0.1", port)
+        yield server, Endpoint(host, port)
     finally:
         server.close()
 

@@ -93,6 +93,32 @@ def test_render_leaves_ids_out_that_the_platform_assigns(tmp_path, capsys):
         assert ids == ("'runAsUser': 1000800000" if name.endswith("engine") else ""), name
 
 
+@pytest.mark.parametrize(
+    ("addresses", "vllm", "sglang", "router"),
+    [
+        ("10.0.0.1", [], ["0.0.0.0"], ["0.0.0.0"] * 2),
+        ("fd00::1", ["::"], ["::"], ["::"] * 2),
+        ("10.0.0.1,fd00::1", ["::"], ["0.0.0.0"], ["::"] * 2),
+        ("fd00::1,10.0.0.1", ["::"], ["::"], ["::"] * 2),
+    ],
+)
+def test_render_lets_servers_listen_in_the_families_of_pods(
+    addresses, vllm, sglang, router, tmp_path, capsys
+):
+    file, hosts = tmp_path / "cluster.yaml", {}
+    for kind in ("vLLM", "SGLang"):
+        file.write_text(yaml.safe_dump(cluster(engine={"kind": kind}, router={"policy": "RoundRobin"})))
+        assert main(["render", "-f", str(file), "--pod-ips", addresses]) == 0
+        for each in yaml.safe_load_all(capsys.readouterr().out):
+            if each["kind"] in ("StatefulSet", "Deployment"):
+                arguments = "\n".join(each["spec"]["template"]["spec"]["containers"][0]["args"])
+                hosts[each["kind"], kind] = re.findall(
+                    "^--(?:prometheus-)?host=(.*)$", arguments, re.MULTILINE
+                )
+    assert (hosts["StatefulSet", "vLLM"], hosts["StatefulSet", "SGLang"]) == (vllm, sglang)
+    assert hosts["Deployment", "vLLM"] == hosts["Deployment", "SGLang"] == router
+
+
 def test_render_prints_the_secrets_of_a_cluster_that_is_referred_to(tmp_path, capsys):
     reference = {"clusterRef": {"name": "kv"}}
     referring = cluster(tiers={"peers": reference, "remote": reference})

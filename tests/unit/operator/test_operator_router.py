@@ -1,11 +1,13 @@
 """The router: its objects, the events of its engines, and its status."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lmcache_operator.api.parse import parse
+from lmcache_operator.api.parse import Platform, parse
+from lmcache_operator.api.router import POLICIES
 from lmcache_operator.components.engine.kinds.vllm import DISCOVERY
 from lmcache_operator.components.router.router import Routing
 from lmcache_operator.contract.base import Observed
@@ -67,6 +69,18 @@ def test_engines_with_https_only_are_refused() -> None:
     for engine in (secure, {"prefill": secure}):
         with pytest.raises(InvalidSpecError, match="remove --ssl-certfile"):
             routing(router={}, tiers={"peers": {}}, engine=engine)
+
+
+@pytest.mark.parametrize(("host", "primary_host"), [("::", "::"), ("::", "0.0.0.0")])
+def test_router_that_reads_events_is_refused_if_it_cannot_reach_them(host: str, primary_host: str) -> None:
+    platform = Platform(host=host, primary_host=primary_host)
+    for policy in POLICIES:
+        resource = replace(parse(cluster(router={"policy": policy})), platform=platform)
+        if policy == "KVAware" and primary_host == "::":
+            with pytest.raises(InvalidSpecError, match=r"^spec.router.policy: .*use CacheAware"):
+                Routing().render(resource, CONTEXT)
+        else:
+            assert Routing().render(resource, CONTEXT)
 
 
 @pytest.mark.parametrize("policy", ["KVAware", "CacheAware"])

@@ -238,7 +238,7 @@ def test_prober_limits_concurrency_and_continues_with_the_rest() -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(*pieces: bytes, heads: list[str]) -> AsyncIterator[int]:
+async def serving(*pieces: bytes, heads: list[str], host: str = "127.0.0.1") -> AsyncIterator[int]:
     """The port of a server that sends these bytes, or never answers if there are none. Keeps the requests."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -249,7 +249,7 @@ async def serving(*pieces: bytes, heads: list[str]) -> AsyncIterator[int]:
             writer.write(piece)
         writer.close()
 
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+    async with await asyncio.start_server(answer, host, 0) as server:
         yield server.sockets[0].getsockname()[1]
 
 
@@ -292,15 +292,16 @@ def test_stats_client_returns_none_after_the_timeout() -> None:
     assert read_from(timeout_seconds=0.05) is None
 
 
-def test_stats_client_sends_each_cluster_a_token_of_its_own() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_stats_client_sends_each_cluster_a_token_of_its_own(host: str) -> None:
     heads = list[str]()
 
     async def run() -> None:
-        async with serving(answer_of(json.dumps(GOOD).encode()), heads=heads) as port:
+        async with serving(answer_of(json.dumps(GOOD).encode()), heads=heads, host=host) as port:
             for key in (b"", b"key", b"other"):
                 async with StatsClient(port, key=key) as stats:
                     for uid in ("1", "2"):
-                        assert await stats.read("127.0.0.1", uid) == GOOD
+                        assert await stats.read(host, uid) == GOOD
 
     asyncio.run(run())
     none, also_none, *sent = ([*re.findall(r"Authorization: Bearer (.*)\r\n", head)] for head in heads)

@@ -46,6 +46,12 @@ def test_columns_are_read_whole(rows, size):
     assert (tier.stats.hits, tier.stats.misses, tier.stats.invalid) == (6, 0, {})
 
 
+def test_peers_are_reached_by_ipv6(rows):
+    (name,) = rows.add(1, b"x")
+    with serving(rows, "::1") as (_, peer), reading(peer) as tier:
+        assert load(tier, name, 1) == b"x"
+
+
 def test_column_is_counted_before_its_bytes_are_sent(rows, monkeypatch):
     rows.add(1, b"x" * 1000)
     counts, send_all = [], Stream.send_all

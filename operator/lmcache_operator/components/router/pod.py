@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.api.router import Router
+from lmcache_operator.api.router import KV_AWARE, Router
 from lmcache_operator.components.engine.kinds import kind_of
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object, names, stateful
@@ -106,11 +106,14 @@ def _args(cluster: Cluster, router: Router) -> list[str]:
     if kind.option([*cluster.engine.args, *(prefill.args if prefill else [])], kind.certificate) is not None:
         message = "the router reaches engines by plain HTTP: remove --ssl-certfile from their args"
         raise InvalidSpecError("spec.router", message)
+    if router.policy == KV_AWARE and cluster.platform.primary_host == "::":
+        message = "the router can't read KV events by IPv6, the primary family of pods: use CacheAware"
+        raise InvalidSpecError("spec.router.policy", message)
     options = {
-        "host": "0.0.0.0",
+        "host": cluster.platform.host,
         "policy": _POLICY[router.policy],
         "port": names.ROUTER_PORT,
-        "prometheus-host": "0.0.0.0",
+        "prometheus-host": cluster.platform.host,
         "prometheus-port": names.ROUTER_METRICS_PORT,
         "service-discovery-namespace": cluster.namespace,
         "service-discovery-port": names.ENGINE_PORT,

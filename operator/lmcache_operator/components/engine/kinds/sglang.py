@@ -137,7 +137,8 @@ class SGLang(base.EngineKind):
             sentence = f"a page must have at least {_MIN_PAGE_TOKENS} tokens: {base.NO_CACHE}"
             raise base.refused(flags, _PAGE, sentence)
         options: dict[str, str | int] = {
-            "--host": "0.0.0.0",
+            # SGLang cannot serve both families: its server takes "::" for IPv6 only.
+            "--host": cluster.platform.primary_host,
             "--model-path": model.name,
             "--port": ENGINE_PORT,
             "--pp-size": parallelism.pipeline,

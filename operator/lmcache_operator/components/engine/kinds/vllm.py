@@ -128,6 +128,8 @@ class VLLM(base.EngineKind):
             "--port": ENGINE_PORT,
             "--tensor-parallel-size": parallelism.tensor,
         }
+        if cluster.platform.host == "::":
+            options["--host"] = "::"  # the default is all IPv4 addresses
         if model.revision is not None:
             options["--revision"] = model.revision
         if "--served-model-name" not in flags:
