@@ -323,9 +323,11 @@ class ServedEngine(ChildProcess):
             time.sleep(0.2)
         return self
 
-    def complete(self, prompt: list[int], max_tokens: int = 8, **headers: str) -> dict[str, Any]:
+    def complete(
+        self, prompt: list[int], max_tokens: int = 8, model: str = "tiny", **headers: str
+    ) -> dict[str, Any]:
         """POST to /v1/completions with these HTTP headers, and return the answer."""
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True}
         headers |= {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)

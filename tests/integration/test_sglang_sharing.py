@@ -6,6 +6,7 @@ import uuid
 
 import pytest
 
+from testing.engine.tiny_adapter import save_adapter
 from testing.sglang.engine import patient_storage
 from tests.harness.scope import third
 from tests.harness.sglang.world import (
@@ -14,7 +15,6 @@ from tests.harness.sglang.world import (
     load,
     new_prompt,
     other_weights,
-    save_adapter,
     serving,
     serving_sidecar,
     store,

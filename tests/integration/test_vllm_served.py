@@ -27,6 +27,7 @@ from lmcache_store import keys
 from testing.child_process import answers, free_port, wait_until
 from testing.engine.process import ServedEngine, patient_config
 from testing.engine.served import LOAD_GATE
+from testing.engine.tiny_adapter import save_adapter
 from testing.otlp import OtlpReceiver, traceparent
 from testing.processes import SidecarProcess
 from tests.harness.client.real_engine import BLOCK, CHUNK, make_prompt, num_cached, wait_hit
@@ -267,9 +268,10 @@ def test_terminated_engine_finishes_its_streams(world: World) -> None:
     assert world.engine.wait() == 0
 
 
-def post(engine: ServedEngine, path: str, body: bytes = b"") -> int:
-    """POST JSON or nothing. Returns the status."""
-    request = urllib.request.Request(engine.url + path, body, {"Content-Type": "application/json"})
+def post(engine: ServedEngine, path: str, **body: Any) -> int:
+    request = urllib.request.Request(
+        engine.url + path, json.dumps(body).encode() if body else b"", {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=300) as answer:
         return int(answer.status)
 
@@ -284,19 +286,35 @@ def is_paused(engine: ServedEngine) -> bool:
         return bool(json.load(answer)["is_paused"])
 
 
-def test_pauses_during_loads_succeed(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def sidecar() -> Iterator[SidecarProcess]:
+    with SidecarProcess() as sidecar:
+        yield sidecar
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file that stops all loads of ``engine`` while it exists."""
+    return tmp_path_factory.mktemp("changing") / "gate"
+
+
+@pytest.fixture(scope="module")
+def engine(sidecar: SidecarProcess, gate: Path) -> Iterator[ServedEngine]:
+    """An engine whose adapters and weights can be changed, with one rank."""
+    log, config = gate.with_name("log"), patient_config(sidecar.socket_path)
+    arguments = "--enable-lora", "--max-lora-rank=8"
+    variables = {
+        "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", LOAD_GATE: str(gate)
+    }  # fmt: skip
+    with ServedEngine(log, free_port(), config, *arguments, environment=variables) as engine:
+        yield engine.wait_ready()
+
+
+def test_pauses_during_loads_succeed(engine: ServedEngine, sidecar: SidecarProcess, gate: Path) -> None:
     """A weight update begins with a pause, at whose end vLLM resets all caches."""
-    gate = tmp_path / "gate"
-    environment = {"VLLM_SERVER_DEV_MODE": "1", LOAD_GATE: str(gate)}
     last, *prompts = [make_prompt(2 * CHUNK + BLOCK, next(SEEDS)) for _ in range(9)]
-    with (
-        SidecarProcess() as sidecar,
-        ThreadPoolExecutor(len(prompts) + 1) as pool,
-        ServedEngine(
-            tmp_path / "log", free_port(), patient_config(sidecar.socket_path), environment=environment
-        ) as engine,
-    ):
-        wait_hit(engine.wait_ready(), sidecar)
+    with ThreadPoolExecutor(len(prompts) + 1) as pool:
+        wait_hit(engine, sidecar)
         expected = [tokens_of(engine.complete(prompt)) for prompt in prompts]
         for mode in ("keep", "wait", "abort"):
             for prompt in (*prompts, last):
@@ -315,23 +333,53 @@ def test_pauses_during_loads_succeed(tmp_path: Path) -> None:
             assert [tokens_of(engine.complete(prompt)) for prompt in prompts] == expected, mode
 
 
-def test_reset_forgets_nothing_unless_the_weights_may_have_changed(tmp_path: Path) -> None:
+def test_adapter_is_cached_unless_it_was_loaded_in_place(
+    engine: ServedEngine, sidecar: SidecarProcess, tmp_path: Path
+) -> None:
+    prompt = make_prompt(CHUNK + BLOCK, next(SEEDS))
+    first, second = (save_adapter(tmp_path / f"{seed}", seed) for seed in (1, 2))
+
+    def load(path: Path, *, is_in_place: bool = True) -> None:
+        body = {"lora_name": "legal", "lora_path": str(path), "load_inplace": is_in_place}
+        assert post(engine, "/v1/load_lora_adapter", **body) == 200
+
+    def complete(model: str = "legal") -> dict[str, Any]:
+        return engine.complete(prompt, model=model)
+
+    load(first, is_in_place=False)
+    computed = complete()
+    wait_until(lambda: num_cached(complete()) == CHUNK, what="a hit on KV of the adapter")
+    assert complete()["choices"][0]["token_ids"] == computed["choices"][0]["token_ids"]
+    assert num_cached(complete("tiny")) == 0
+    load(second)
+    replaced = [complete() for _ in range(2)]
+    load(first)
+    restored = complete()
+    answers = [answer["choices"][0]["token_ids"] for answer in (computed, *replaced, restored)]
+    assert answers[0] == answers[3] != answers[1] == answers[2]
+    assert [num_cached(answer) for answer in (*replaced, restored)] == [0, 0, 0]
+    sidecar.wait_until(
+        lambda stats: stats["causes"]["uncached_reason"].startswith(
+            "adapter legal can't be identified: it was loaded in place"
+        )
+    )
+
+
+def test_reset_forgets_nothing_unless_the_weights_may_have_changed(
+    engine: ServedEngine, sidecar: SidecarProcess
+) -> None:
     def reason() -> str:
         return str(sidecar.stats()["private_reason"])
 
-    with SidecarProcess() as sidecar:
-        config, environment = patient_config(sidecar.socket_path), {"VLLM_SERVER_DEV_MODE": "1"}
-        with ServedEngine(tmp_path / "log", free_port(), config, environment=environment) as engine:
-            engine.wait_ready()
-            prompt = make_prompt(CHUNK + BLOCK, next(SEEDS))
-            wait_until(lambda: num_cached(engine.complete(prompt)) == CHUNK, what="a hit")
-            for path in ("/reset_prefix_cache?reset_external=true", "/pause", "/pause?mode=keep", "/resume"):
-                assert post(engine, path) == 200
-                assert path.startswith("/pause") or num_cached(engine.complete(prompt)) == CHUNK
-            assert reason() == ""
-            assert post(engine, "/collective_rpc", b'{"method": "reload_weights"}') == 200
-            for _ in range(2):
-                assert num_cached(engine.complete(prompt)) == 0
-                assert reason().startswith("vLLM's weights may have changed (call of reload_weights) at ")
-                wait_until(lambda: num_cached(engine.complete(prompt)) == CHUNK, what="a hit on new KV")
-                assert post(engine, "/reset_prefix_cache?reset_external=true") == 200
+    prompt = make_prompt(CHUNK + BLOCK, next(SEEDS))
+    wait_until(lambda: num_cached(engine.complete(prompt)) == CHUNK, what="a hit")
+    for path in ("/reset_prefix_cache?reset_external=true", "/pause", "/pause?mode=keep", "/resume"):
+        assert post(engine, path) == 200
+        assert path.startswith("/pause") or num_cached(engine.complete(prompt)) == CHUNK
+    assert reason() == ""
+    assert post(engine, "/collective_rpc", method="reload_weights") == 200
+    for _ in range(2):
+        assert num_cached(engine.complete(prompt)) == 0
+        assert reason().startswith("vLLM's weights may have changed (call of reload_weights) at ")
+        wait_until(lambda: num_cached(engine.complete(prompt)) == CHUNK, what="a hit on new KV")
+        assert post(engine, "/reset_prefix_cache?reset_external=true") == 200

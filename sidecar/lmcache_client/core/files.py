@@ -84,6 +84,17 @@ def adapter_files(path: Path) -> list[Path]:
     return [path / "adapter_config.json", *sorted(path.glob("*.safetensors"))]
 
 
+def adapter_state(path: Path) -> list[tuple[int, int, int]]:
+    """Return numbers that change with any change of an adapter, whatever the clock of its file system.
+
+    Raises OSError.
+    """
+    states = [
+        state for file in adapter_files(path) for state in (*_links(file), file.stat(), file.parent.stat())
+    ]
+    return [(state.st_ino, state.st_size, state.st_ctime_ns) for state in states]
+
+
 def adapter_fingerprint(path: Path, began: float) -> bytes:
     """Hash the files of a LoRA adapter, as ``fingerprint`` does. Raises UnnamedError or OSError."""
     config = (path / "adapter_config.json").read_bytes()

@@ -17,8 +17,7 @@ otherwise, and take the GIL from the thread that answers.
 
 **A request may wait** while more rows arrive sooner than the engine would compute them: ``wait_decisions``.
 
-**A reset** of the engine's caches begins a new namespace. Nothing that was stored before is found again. A
-request that started before the reset continues to store in the old namespace.
+**New weights** begin a new namespace: nothing that was stored before is found again.
 
 **Without a lookup thread** (no worker has identified itself, the model is unsupported, or this side is
 offline) it knows no requests. Every method then returns what an engine without a cache expects. Loads that
@@ -117,18 +116,23 @@ class SchedulerSide:
         Loads that the engine already waits for are still handed to the workers.
         """
         self._is_offline = True
-        for state in self._states.values():
-            self._release(state)
-            self._times.end(state)
-            self._reclaim(state)  # the engine can now reuse blocks that stores still read
+        self.forget(lambda _: True)
         if self._lookups is not None:
             self._lookups.close()
         self._lookups = None
         self._stores = None
-        self._states.clear()
         self._computing.clear()
         self._next.stores.clear()
         self._tracer.clear()
+
+    def forget(self, is_affected: Callable[[EngineRequest], bool]) -> None:
+        """Release the leases of these requests. Neither load nor store more of their KV."""
+        for state in [state for state in self._states.values() if is_affected(state.request)]:
+            self._release(state)
+            self._times.end(state)
+            self._computing.end(state)
+            self._reclaim(state)  # the engine can now reuse blocks that stores still read
+            del self._states[state.request.request_id]
 
     def begin_namespace(self, reason: str) -> None:
         """Invalidate all cached KV by starting a new namespace. Call this when the weights may change.
@@ -349,13 +353,6 @@ class SchedulerSide:
         if self._events is None:
             return [], []
         return self._events.take(self._lookups.index if self._lookups is not None else None, describe)
-
-    def num_stored_tokens(self, request_id: str) -> int:
-        """Return how many leading tokens are stored, or are being stored, where other engines find them."""
-        state = self._states.get(request_id)
-        if state is None or self._private_reason or state.ticket.namespace != self._namespace:
-            return 0
-        return 0 if state.has_failed else state.num_stored_chunks * self._grid.chunk_tokens
 
     def _ask(self, request: EngineRequest, lookups: LookupThread, num_handed_over: int) -> Ticket:
         num_chunks = self._grid.num_loadable_chunks(len(request.block_hashes), request.num_tokens)

@@ -34,8 +34,6 @@ from lmcache_client.errors import UnsupportedError
 from lmcache_client.vllm.support import check_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
@@ -59,8 +57,7 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
             check_version(vllm.__version__)
             if role == KVConnectorRole.SCHEDULER:
                 self._scheduler = _make_scheduler(vllm_config, kv_cache_config)
-                on_change = partial(_call, self._scheduler, "note_change", None)
-                self._scheduler.are_weights_watched = _watch_weights(vllm_config, on_change)
+                self._scheduler.are_weights_watched = _watch_weights(vllm_config, self._scheduler)
             else:
                 self._worker = _make_worker(vllm_config, kv_cache_config)
         except Exception as error:
@@ -281,7 +278,7 @@ def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
     num_drafts = vllm_config.num_speculative_tokens
     return VLLMScheduler(
         connect,
-        ExtraKeyFinder().extra_keys_of,
+        ExtraKeyFinder(),
         settings.answer_seconds,
         settings.prefill_tokens_per_second,
         num_blocks=kv_cache_config.num_blocks,
@@ -292,10 +289,11 @@ def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
     )
 
 
-def _watch_weights(vllm_config: Any, on_change: Callable[[str], None]) -> bool:
+def _watch_weights(vllm_config: Any, scheduler: VLLMScheduler) -> bool:
     from lmcache_client.vllm.weights import watch_weights
 
-    return watch_weights(vllm_config, on_change)
+    notes = (partial(_call, scheduler, hook, None) for hook in ("note_change", "note_adapter"))
+    return watch_weights(vllm_config, *notes)
 
 
 def _wanted_layout(vllm_config: Any) -> str | None:

@@ -11,12 +11,13 @@ import hashlib
 import json
 import logging
 import re
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent import futures
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,8 +32,20 @@ logger = logging.getLogger(__name__)
 _MAX_IDENTIFIERS = 1 << 16
 """Media identifiers to remember: far more than the outputs that the engine's media encoder caches."""
 
+_CLOCK_SECONDS = 0.01
+"""Largest delay of the clock with which the kernel stamps changes of files."""
+
 _COUNTED = re.compile(r"renderer\d+-mm-\d+-")
 """Identifiers of media that vLLM does not hash. They never occur twice, so storing such chunks is useless."""
+
+
+class _Load(NamedTuple):
+    """The first load of an adapter's folder."""
+
+    began: float
+    """Earliest time at which the engine read the files."""
+    state: list[tuple[int, int, int]]
+    """State of the files just before that; empty: unknown."""
 
 
 class ExtraKeyFinder:
@@ -42,18 +55,40 @@ class ExtraKeyFinder:
         """``began``: earliest time at which the engine loads an adapter; by default the process's start."""
         self._began = files.process_start_time() if began is None else began
         self._adapters: dict[Path, futures.Future[bytes]] = {}  # fingerprints by folder
+        # Loads while the engine runs, by folder. None: requests came first, so an earlier load is possible.
+        self._loads: dict[Path, _Load | None] = {}
+        self._replaced: set[int] = set()  # ids of adapters that were loaded in place
         self._media: dict[int, bytes] = {}  # id() of the engine's live media items -> digest
         # Digests by identifier; None: two contents had this identifier, so the engine may mix them up.
         self._identifiers: Recent[str, bytes | None] = Recent(_MAX_IDENTIFIERS)
 
     def extra_keys_of(self, request: Any, chunk_tokens: int) -> FindExtraKeys | None:
         """Return a function that finds the request's extra keys; None if it has none."""
+        if request.lora_request is not None:
+            self._loads.setdefault(_folder(request.lora_request), None)
         has_any = (
             request.lora_request is not None
             or getattr(request, "mm_features", None)
             or getattr(request, "prompt_embeds", None) is not None
         )
         return partial(self.extra_keys, request, chunk_tokens) if has_any else None
+
+    def note_load(self, adapter: Any) -> bool:
+        """Record that the engine is about to load an adapter. Returns whether it may replace another one.
+
+        The engine may load the adapter again later, and its own prefix cache knows adapters by name and path.
+        Therefore only the first load of a folder counts, and the folder must not change after it.
+        """
+        if is_in_place := bool(getattr(adapter, "load_inplace", False)):
+            self._replaced.add(adapter.lora_int_id)
+        path = _folder(adapter)
+        if path not in self._loads:
+            try:
+                state = files.adapter_state(path)
+            except OSError:  # the engine will fail to load it, or download it
+                state = []
+            self._loads[path] = _Load(time.time() - _CLOCK_SECONDS, state)
+        return is_in_place
 
     def extra_keys(self, request: Any, chunk_tokens: int) -> ExtraKeys:
         """Return the extra keys of the request's chunks.
@@ -83,16 +118,22 @@ class ExtraKeyFinder:
         """Return the fingerprint of an adapter. Raises UnnamedError or OSError."""
         if getattr(adapter, "tensorizer_config_dict", None):
             raise UnnamedError("it is not loaded from lora_path")
-        path = Path(adapter.lora_path or "").expanduser()
+        if adapter.lora_int_id in self._replaced:
+            raise UnnamedError("it was loaded in place, so the engine may mix old and new weights")
+        path = _folder(adapter)
         if not path.is_dir():
             raise UnnamedError(f"{path} is no folder, and the content of a repository may change")
+        load = self._loads.get(path)
+        began = load.began if load is not None else self._began
         future = self._adapters.get(path)
         if future is None:
-            future = self._adapters[path] = files.in_background(_adapter_fingerprint, path, self._began)
+            future = self._adapters[path] = files.in_background(_adapter_fingerprint, path, began)
         if not future.done():
             raise UnnamedError("its files are being hashed")
         for file in files.adapter_files(path):
-            files.check_unchanged(file, self._began)
+            files.check_unchanged(file, began)
+        if load is not None and files.adapter_state(path) != load.state:
+            raise UnnamedError(f"{path} changed after the engine loaded it")
         return future.result()
 
     def _medium(self, feature: Any) -> bytes | None:
@@ -111,6 +152,10 @@ class ExtraKeyFinder:
         if self._identifiers.setdefault(feature.identifier, digest) != digest:
             self._identifiers[feature.identifier] = digest = None
         return digest
+
+
+def _folder(adapter: Any) -> Path:
+    return Path(adapter.lora_path or "").expanduser()
 
 
 def _adapter_fingerprint(path: Path, began: float) -> bytes:

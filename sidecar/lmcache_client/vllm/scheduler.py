@@ -15,6 +15,7 @@ from lmcache_client.core.jobs import StepMeta, WorkerReport
 from lmcache_client.core.scheduler import SchedulerSide
 from lmcache_client.core.tracing import ENGINE_MEMORY
 from lmcache_client.vllm import hand_over
+from lmcache_client.vllm.extra_keys import ExtraKeyFinder
 from lmcache_store.common.units import ceil_div
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,8 @@ class VLLMScheduler(SchedulerSide):
 
     def __init__(
         self,
+        connect: Any,
+        finder: ExtraKeyFinder,
         *args: Any,
         num_blocks: int,
         draft_slots: int = 0,
@@ -104,11 +107,14 @@ class VLLMScheduler(SchedulerSide):
         """Create a side, see ``SchedulerSide``.
 
         Args:
+            connect, args, settings: as there.
+            finder: finds adapters and media of requests.
             num_blocks: blocks of the engine's KV memory; one of them is vLLM's null block.
             draft_slots: slots for KV that a step needs after the tokens of a request, if it has drafts.
             max_tokens: longest request, with its answer.
         """
-        super().__init__(*args, **settings)
+        super().__init__(connect, finder.extra_keys_of, *args, **settings)
+        self._finder = finder
         self._draft_slots, self._max_tokens = draft_slots, max_tokens
         self.are_weights_watched = False
         """True if the weights can't change without a call of ``note_change``."""
@@ -131,6 +137,11 @@ class VLLMScheduler(SchedulerSide):
         """Invalidate all cached KV, before a call that may change the weights."""
         self._change = reason
         self.reset_cache()
+
+    def note_adapter(self, adapter: Any) -> None:
+        """Record that vLLM is about to load an adapter, perhaps in place of that of running requests."""
+        if self._finder.note_load(adapter):
+            self.forget(lambda request: _has_adapter(request, adapter.lora_int_id))
 
     def on_new_request(self, request: Any) -> None:
         """Send a hint. Ignores streaming sessions, because they replace tokens that were already hashed."""
@@ -210,7 +221,15 @@ class VLLMScheduler(SchedulerSide):
         """
         if not hand_over.wants_hand_over(getattr(request, "kv_transfer_params", None)):
             return None
-        num_tokens = self.num_stored_tokens(request.request_id)
+        state = self._states.get(request.request_id)
+        if (
+            state is None
+            or state.has_failed
+            or self._private_reason
+            or state.ticket.namespace != self._namespace
+        ):
+            return None
+        num_tokens = state.num_stored_chunks * self._grid.chunk_tokens
         return hand_over.announce(self._namespace, num_tokens) if num_tokens else None
 
     def finish(self, request: Any, tables: BlockTables) -> bool:
@@ -272,6 +291,10 @@ class VLLMScheduler(SchedulerSide):
             states = snapshots.get(request_id, ()) if snapshots else ()
             num_new = scheduled[request_id] - num_drafts
             self.note_scheduled(request_id, get_tables, num_tokens + num_new, num_drafts, states, num_new)
+
+
+def _has_adapter(request: Any, number: int) -> bool:
+    return request.lora_request is not None and request.lora_request.lora_int_id == number
 
 
 def _allocated_blocks(output: Any) -> set[int]:

@@ -4,6 +4,7 @@ vLLM resets its caches for many reasons, and a pause for new weights resets them
 therefore does not say whether the weights are the same. In a server, the engine core runs in a process of its
 own, and only ``EngineCore.collective_rpc`` leads from the API to the model: ``/update_weights``,
 ``/collective_rpc`` and all others. Each call of a method that is not known to be harmless counts as a change.
+LoRA adapters have a call of their own, and their fingerprints are in the keys (``extra_keys``).
 
 Elsewhere, such as in a trainer that contains the engine, a program can write to the model without a call. The
 same holds for workers of other classes. Each reset then counts as a change.
@@ -25,16 +26,19 @@ _PROCESS = "EngineCore"
 """Beginning of the name that vLLM gives the process of an engine core."""
 
 
-def watch_weights(vllm_config: Any, on_change: Callable[[str], None]) -> bool:
+def watch_weights(
+    vllm_config: Any, on_change: Callable[[str], None], on_adapter: Callable[[Any], None]
+) -> bool:
     """Call ``on_change`` with a reason before each call that may change weights.
 
-    Returns False if weights may change without such a call.
+    ``on_adapter``: called with vLLM's LoRARequest before each load of an adapter. Returns False if weights
+    may change without a call.
     """
     from vllm.v1.engine.core import EngineCore
 
     if not multiprocessing.current_process().name.startswith(_PROCESS):
         return False
-    call = EngineCore.collective_rpc
+    call, add_lora = EngineCore.collective_rpc, EngineCore.add_lora
 
     @functools.wraps(call)
     def watched(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +47,12 @@ def watch_weights(vllm_config: Any, on_change: Callable[[str], None]) -> bool:
             on_change(private_until_restart(f"vLLM's weights may have changed (call of {name:.80})"))
         return call(core, method, *args, **kwargs)
 
-    EngineCore.collective_rpc = watched
+    @functools.wraps(add_lora)
+    def load(core: Any, adapter: Any) -> Any:
+        on_adapter(adapter)
+        return add_lora(core, adapter)
+
+    EngineCore.collective_rpc, EngineCore.add_lora = watched, load
     parallel = vllm_config.parallel_config
     is_local = parallel.distributed_executor_backend in ("mp", "uni")
     has_known_workers = str(parallel.worker_cls).startswith("vllm.") and not parallel.worker_extension_cls

@@ -70,7 +70,11 @@ class Rig:
         self.session = SessionDouble()
         self.extra_keys = {None: ()}
         self.scheduler = VLLMScheduler(
-            lambda _: self.session, self._extra_keys_of, clock=lambda: self.now, num_blocks=1000, **settings
+            lambda _: self.session,
+            SimpleNamespace(extra_keys_of=self._extra_keys_of),
+            clock=lambda: self.now,
+            num_blocks=1000,
+            **settings,
         )
         self.scheduler.adopt(["another connector's message", identity])
         self.lookups = self.scheduler._lookups

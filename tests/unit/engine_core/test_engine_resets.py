@@ -1,7 +1,9 @@
 """Resets of the engine's caches: no earlier KV is found, stored or loaded afterwards."""
 
 import re
+from types import SimpleNamespace
 
+from lmcache_client.vllm.extra_keys import ExtraKeyFinder
 from tests.harness.client.scheduler_rig import IDENTITY, Rig, blocks, chunk_ranges, job_ids, make_request
 
 
@@ -101,3 +103,17 @@ def test_reset_that_leaves_the_weights_alone_forgets_nothing_until_they_change(r
         rig.drain_lookups()
         assert rig.session.private_reason == "new weights"
         rig.scheduler.reset_cache()
+
+
+def test_requests_whose_adapter_is_replaced_store_no_more(rig):
+    adapters = [SimpleNamespace(lora_int_id=number, lora_path=f"adapter {number}") for number in (1, 2)]
+    rig.scheduler._finder = ExtraKeyFinder(0.0)
+    for adapter in adapters:
+        request = rig.arrive(make_request(200, f"r{adapter.lora_int_id}"))
+        request.lora_request = adapter
+        rig.begin(request)
+    first = rig.step(new=[("r1", blocks(7), 0, 100), ("r2", blocks(7), 0, 100)])
+    rig.scheduler.note_adapter(SimpleNamespace(lora_int_id=1, lora_path="another", load_inplace=True))
+    meta = rig.step(cached=[(name, None, 100, 100, False) for name in ("r1", "r2")])
+    assert [job.request_id for job in meta.stores] == ["r2"]
+    assert meta.reclaimed == {job.job_id for job in first.stores if job.request_id == "r1"}

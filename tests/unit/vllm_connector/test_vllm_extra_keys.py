@@ -15,7 +15,8 @@ import torch
 from lmcache_client.core import files
 from lmcache_client.core.requests import Ticket
 from lmcache_client.errors import UnnamedError
-from lmcache_client.vllm.extra_keys import ExtraKeyFinder
+from lmcache_client.vllm.extra_keys import _CLOCK_SECONDS, ExtraKeyFinder
+from testing.child_process import wait_until
 
 CHUNK = 64
 
@@ -105,8 +106,12 @@ def test_missing_weights_are_refused(tmp_path):
 
 
 def request(lora_path=None, *features):
-    lora = SimpleNamespace(lora_path=str(lora_path), lora_name="mine") if lora_path is not None else None
+    lora = adapter(lora_path) if lora_path is not None else None
     return SimpleNamespace(lora_request=lora, mm_features=list(features))
+
+
+def adapter(path, number=1, **fields):
+    return SimpleNamespace(lora_path=str(path), lora_name="mine", lora_int_id=number, **fields)
 
 
 def refused(finder, lora_request, reason):
@@ -152,6 +157,41 @@ def test_overwritten_adapter_is_not_cached(model, tmp_path):
     (model / "model-1.safetensors").write_bytes(b"new weights")
     for each in (finder, ExtraKeyFinder(finder._began)):
         refused(each, request(model), "adapter mine can't be identified: .* changed after the engine's start")
+
+
+def test_adapter_that_was_loaded_while_the_engine_runs_is_cached_until_it_changes(model, monkeypatch):
+    config = model / "adapter_config.json"
+    config.write_text("{}")
+    finder = ExtraKeyFinder(0.0)  # the engine started long ago
+    wait_until(lambda: config.stat().st_ctime < time.time() - _CLOCK_SECONDS, what="the adapter is complete")
+    assert finder.note_load(adapter(model)) is False
+    names = {extra_keys_after_hashing(finder, request(model))}
+    finder.note_load(adapter(model))  # the engine loads it again
+    names.add(finder.extra_keys(request(model), CHUNK))
+    assert len(names) == 1
+    monkeypatch.setattr(files, "check_unchanged", lambda *_: None)  # a server of files with another clock
+    (model / "model-1.safetensors").write_bytes(b"new weights")
+    refused(finder, request(model), "changed after the engine loaded it")
+    finder.note_load(adapter(model))
+    refused(finder, request(model), "changed after the engine loaded it")  # vLLM may have KV of both
+
+
+def test_adapter_whose_requests_precede_its_load_must_be_older_than_the_engine(model):
+    (model / "adapter_config.json").write_text("{}")
+    finder = ExtraKeyFinder(0.0)
+    assert finder.extra_keys_of(request(model), CHUNK)
+    finder.note_load(adapter(model))
+    refused(finder, request(model), "changed after the engine's start")
+
+
+def test_adapter_that_was_loaded_in_place_is_not_cached(model, tmp_path):
+    (model / "adapter_config.json").write_text("{}")
+    finder = ExtraKeyFinder(late_start_time())
+    assert extra_keys_after_hashing(finder, request(model))
+    assert finder.note_load(adapter(tmp_path / "missing", load_inplace=True)) is True
+    refused(finder, request(model), "adapter mine can't be identified: it was loaded in place")
+    other = SimpleNamespace(lora_request=adapter(model, number=2))
+    assert finder.extra_keys(other, CHUNK)
 
 
 def test_adapter_is_hashed_in_a_background_thread(model, monkeypatch):

@@ -21,7 +21,8 @@ SERVER = {
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A process of vLLM's server, in which the executor records its calls."""
-    monkeypatch.setattr(EngineCore, "collective_rpc", EngineCore.collective_rpc)
+    for name in ("collective_rpc", "add_lora"):
+        monkeypatch.setattr(EngineCore, name, getattr(EngineCore, name))
     process = multiprocessing.current_process()
     monkeypatch.setattr(process, "name", "EngineCore_DP0")
     return process
@@ -29,7 +30,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def watched(changes: list[str], **parallel: Any) -> bool:
     config = SimpleNamespace(parallel_config=SimpleNamespace(**{**SERVER, **parallel}))
-    return watch_weights(config, changes.append)
+    return watch_weights(config, changes.append, changes.append)
 
 
 def call(method: Any, changes: list[str]) -> list[Any]:
@@ -63,6 +64,14 @@ def test_harmless_call_is_no_change(process: Any) -> None:
     assert watched(changes)
     assert call("compute_weight_checksums", changes)
     assert changes == []
+
+
+def test_adapter_is_noted_before_its_load(process: Any) -> None:
+    changes: list[Any] = []
+    assert watched(changes)
+    core = object.__new__(EngineCore)
+    core.model_executor = SimpleNamespace(add_lora=lambda adapter: changes == [adapter])
+    assert core.add_lora("adapter") is True
 
 
 @pytest.mark.parametrize(
