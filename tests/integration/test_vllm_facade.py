@@ -19,14 +19,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout  # noqa: E402
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 
 from lmcache_client.core.jobs import StepMeta  # noqa: E402
+from lmcache_client.errors import UnsupportedError  # noqa: E402
 from lmcache_client.vllm import connector as module  # noqa: E402
 from lmcache_client.vllm.connector import LMCacheClusterConnector  # noqa: E402
+from lmcache_client.vllm.layouts import check_supported  # noqa: E402
+from testing.engine.process import connector_config  # noqa: E402
+from testing.engine.tiny_model import tiny_model  # noqa: E402
 from tests.harness.client.scheduler_rig import make_identity  # noqa: E402
 
 IDENTITY = make_identity()
@@ -256,3 +261,17 @@ def layout_config(extra):
     config.cache_config = CacheConfig()
     config.attention_config = SimpleNamespace(hisparse_config=None)
     return config
+
+
+def test_engine_that_returns_experts_is_refused():
+    transfer = KVTransferConfig(**connector_config("unused"))
+    settings = {"model": str(tiny_model()), "kv_transfer_config": transfer}
+    config = EngineArgs(**settings).create_engine_config()
+    check_supported(config, SimpleNamespace())
+    if hasattr(config, "aux_output_config"):
+        config.aux_output_config.enable_return_routed_experts = True
+        with pytest.raises(UnsupportedError, match="without --enable-return-routed-experts"):
+            check_supported(config, SimpleNamespace())
+    else:
+        with pytest.raises(ValueError, match="incompatible with KV connectors"):
+            EngineArgs(**settings, enable_return_routed_experts=True).create_engine_config()

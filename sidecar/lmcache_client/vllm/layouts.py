@@ -48,6 +48,12 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
             "sleep mode frees KV without notice to the connector, even during a copy; "
             "start vLLM without --enable-sleep-mode to cache"
         )
+    # vLLM 0.29 and 0.30 refuse this setting with any connector.
+    if getattr(getattr(vllm_config, "aux_output_config", None), "enable_return_routed_experts", False):
+        raise UnsupportedError(
+            "vLLM knows only the experts of tokens that it computes, and returns others for loaded tokens;"
+            " start vLLM without --enable-return-routed-experts to cache"
+        )
     if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
         raise UnsupportedError(
             'kv_load_failure_policy is not "recompute", so a failed load would fail its request; '

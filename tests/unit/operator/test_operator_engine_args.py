@@ -61,6 +61,7 @@ def test_engine_leaves_gpu_memory_for_the_reader_of_the_sidecar() -> None:
         (["--config=/models/all.yaml"], "a file may hold options that can't be set"),
         (["--conf", "/models/all.yaml"], "a file may hold options that can't be set"),
         (["--enable-sleep-mode"], "the engine would run without its cache"),
+        (["--enable_return_routed"], "the engine would run without its cache"),
         (["-dcp=2"], "the engine would run without its cache"),
         (["--ec-transfer-config={}"], "set spec.engine.prefill for vLLM; no other split is possible"),
         (

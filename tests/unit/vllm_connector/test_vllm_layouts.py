@@ -24,12 +24,13 @@ def test_content_id_changes_only_with_the_bytes():
     assert name(isa="amx", version="0.32.9") == name(isa="amx") != name(isa="amx", version="0.33.0")
 
 
-def engine(policy="recompute", dcp=1, sleep=False, zeroing=False, runner=1):
+def engine(policy="recompute", dcp=1, sleep=False, zeroing=False, runner=1, experts=False):
     parallel = SimpleNamespace(decode_context_parallel_size=dcp, prefill_context_parallel_size=1)
     transfer = SimpleNamespace(kv_load_failure_policy=policy)
     model = SimpleNamespace(enable_sleep_mode=sleep)
     config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer, model_config=model)
     config.use_v2_model_runner = runner == 2
+    config.aux_output_config = SimpleNamespace(enable_return_routed_experts=experts)
     return config, SimpleNamespace(needs_kv_cache_zeroing=zeroing)
 
 
@@ -39,6 +40,7 @@ def engine(policy="recompute", dcp=1, sleep=False, zeroing=False, runner=1):
         (engine(policy="fail"), "kv_load_failure_policy"),
         (engine(dcp=2), "decode_context_parallel_size"),
         (engine(sleep=True), "--enable-sleep-mode"),
+        (engine(experts=True), "--enable-return-routed-experts"),
         (engine(zeroing=True, runner=2), "VLLM_USE_V2_MODEL_RUNNER=0"),
     ],
 )

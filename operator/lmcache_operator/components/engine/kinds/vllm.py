@@ -50,6 +50,7 @@ _RESERVED = {
     _HASH_ALGORITHM: "chunk keys must be the same in every pod",
     "--no-enable-prefix-caching": "the keys of cached chunks are made of the engine's own block hashes",
     "--enable-sleep-mode": f"it takes KV away under copies, and {base.NO_CACHE}",
+    "--enable-return-routed-experts": f"loaded tokens have no experts, and {base.NO_CACHE}",
     "--decode-context-parallel-size": base.NO_CACHE,
     "-dcp": base.NO_CACHE,
     _CONFIG: f"it loads LMCache, and no other connector can run next to it; {base.NO_SPLIT}",
@@ -68,8 +69,8 @@ _RESERVED_BY_INJECTION = {
     **{
         option: _RESERVED[option]
         for option in ("--", "--config", "--decode-context-parallel-size", "-dcp", "--ec-transfer-config",
-                       "--enable-sleep-mode", "--kv-offloading-size", "--no-enable-prefix-caching", _CONFIG,
-                       _HASH_ALGORITHM)
+                       "--enable-return-routed-experts", "--enable-sleep-mode", "--kv-offloading-size",
+                       "--no-enable-prefix-caching", _CONFIG, _HASH_ALGORITHM)
     },
     **dict.fromkeys(("--data-parallel-size", "--prefill-context-parallel-size", "-pcp"),
                     base.ONE_INJECTED_POD),
