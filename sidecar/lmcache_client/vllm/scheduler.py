@@ -45,50 +45,41 @@ class OpenLoads:
     def __init__(self, num_blocks: int) -> None:
         """``num_blocks``: blocks that requests can use."""
         self.num_blocks = num_blocks
-        self._loads: dict[str, OpenLoad] = {}
+        self.loads: dict[str, OpenLoad] = {}
         self._num_steps = 0  # successive steps that computed nothing while requests were loaded
 
     def may_begin(self, request_id: str, num_blocks: int) -> bool:
         """Return True if the load of a request that needs ``num_blocks`` blocks can begin now."""
-        num_needed = sum(load.num_blocks for name, load in self._loads.items() if name != request_id)
+        num_needed = sum(load.num_blocks for name, load in self.loads.items() if name != request_id)
         return not num_needed or num_needed + num_blocks <= self.num_blocks
 
     def begin(self, request: Any, num_blocks: int) -> None:
         """Note that the request waits for a load."""
-        self._loads[request.request_id] = OpenLoad(request, num_blocks)
+        self.loads[request.request_id] = OpenLoad(request, num_blocks)
 
     def end(self, request_id: str) -> None:
         """Note that the request's load has ended, successfully or not."""
-        if request_id in self._loads:
-            self._loads[request_id].has_ended = True
+        if request_id in self.loads:
+            self.loads[request_id].has_ended = True
 
     def forget(self, request_id: str) -> None:
         """Note that the request is finished."""
-        self._loads.pop(request_id, None)
+        self.loads.pop(request_id, None)
 
     def note_step(self, scheduled: Iterable[str], num_tokens: int) -> None:
         """Note which requests a step computes, and how many tokens of all."""
-        if self._loads:
+        if self.loads:
             for request_id in scheduled:
-                self._loads.pop(request_id, None)
-        self._num_steps = self._num_steps + 1 if self.ended and not num_tokens else 0
+                self.loads.pop(request_id, None)
+        is_stuck = not num_tokens and any(load.has_ended for load in self.loads.values())
+        self._num_steps = self._num_steps + 1 if is_stuck else 0
 
     def must_yield(self, request_id: str) -> bool:
         """Return True if this request must wait, so that vLLM considers the loaded requests.
 
         True only in every second step: if the loaded requests get no blocks either, this one may get some.
         """
-        return self._num_steps % 2 == 1 and request_id not in self._loads
-
-    @property
-    def ended(self) -> list[Any]:
-        """Requests that were not scheduled since their load ended."""
-        return [load.request for load in self._loads.values() if load.has_ended]
-
-    @property
-    def is_loading(self) -> bool:
-        """True while a load runs."""
-        return any(not load.has_ended for load in self._loads.values())
+        return self._num_steps % 2 == 1 and request_id not in self.loads
 
 
 class VLLMScheduler(SchedulerSide):
@@ -151,20 +142,22 @@ class VLLMScheduler(SchedulerSide):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return (tokens to load, True if there is a load); (None, False): ask again in the next step."""
-        request_id = request.request_id
-        if self._open_loads.must_yield(request_id):
-            self._times.note_decision(self._states.get(request_id), is_held=True)
-            return None, False
         num_tokens = self.num_loadable(request, num_computed_tokens)
+        if num_tokens is not None:
+            self._tracer.resume(request.request_id)
+        return num_tokens, bool(num_tokens)
+
+    def _decide(self, request: Any, num_computed_tokens: int) -> int | None:
+        """Return the core's decision, as far as the engine's memory allows it."""
+        if self._open_loads.must_yield(request.request_id):
+            return None
+        num_tokens = super()._decide(request, num_computed_tokens)
         if num_tokens:
             num_tokens = self._num_fitting(num_computed_tokens, num_tokens)
-        if num_tokens and not self._open_loads.may_begin(request_id, self._num_blocks(request)):
-            self._times.note_decision(self._states.get(request_id), is_held=True)
-            self._tracer.hold(request_id, ENGINE_MEMORY)
-            return None, False
-        if num_tokens is not None:
-            self._tracer.resume(request_id)
-        return num_tokens, bool(num_tokens)
+        if num_tokens and not self._open_loads.may_begin(request.request_id, self._num_blocks(request)):
+            self._tracer.hold(request.request_id, ENGINE_MEMORY)
+            return None
+        return num_tokens
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Create the load. ``blocks`` holds the ids of the whole request's blocks, a list per KV group."""
@@ -201,15 +194,16 @@ class VLLMScheduler(SchedulerSide):
         vLLM asks only if it may compute no request, because it is idle or paused. At the end of a pause it
         resets its caches, which fails while a request that waits holds blocks. The requests start again.
         """
-        if self.free_blocks is None or self._open_loads.is_loading:
+        loads = self._open_loads.loads.values()
+        if self.free_blocks is None or not all(load.has_ended for load in loads):
             return self.free_blocks is not None
-        for request in self._open_loads.ended:
-            self.free_blocks(request)
-            request.num_computed_tokens = 0
-            self._open_loads.forget(request.request_id)
-            if state := self._states.get(request.request_id):
+        for load in loads:
+            self.free_blocks(load.request)
+            load.request.num_computed_tokens = 0
+            if state := self._states.get(load.request.request_id):
                 # vLLM still reserves the blocks of this load. It might wait for them before another load.
                 state.has_failed = True
+        self._open_loads.loads.clear()
         return False
 
     def hand_over(self, request: Any) -> dict[str, Any] | None:

@@ -193,7 +193,7 @@ class SimEngine:
             "states": scheduler._states,
             "jobs": scheduler._stores._jobs,
             "computing": scheduler._computing._states,
-            "loads": scheduler._open_loads._loads,
+            "loads": scheduler._open_loads.loads,
         }
         for rank in self.ranks:
             worker = rank.worker._worker
