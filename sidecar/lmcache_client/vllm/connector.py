@@ -57,7 +57,6 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
             check_version(vllm.__version__)
             if role == KVConnectorRole.SCHEDULER:
                 self._scheduler = _make_scheduler(vllm_config, kv_cache_config)
-                self._scheduler.are_weights_watched = _watch_weights(vllm_config, self._scheduler)
             else:
                 self._worker = _make_worker(vllm_config, kv_cache_config)
         except Exception as error:
@@ -266,6 +265,7 @@ def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
     from lmcache_client.vllm.attach import VLLMSettings, start_scheduler_client
     from lmcache_client.vllm.extra_keys import ExtraKeyFinder
     from lmcache_client.vllm.scheduler import VLLMScheduler
+    from lmcache_client.vllm.weights import watch_weights
 
     settings = VLLMSettings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
     connect = partial(start_scheduler_client, settings.socket)
@@ -276,7 +276,7 @@ def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
         zmq.Context.instance().setsockopt(zmq.IPV6, 1)
     observability = getattr(vllm_config, "observability_config", None)
     num_drafts = vllm_config.num_speculative_tokens
-    return VLLMScheduler(
+    scheduler = VLLMScheduler(
         connect,
         ExtraKeyFinder(),
         settings.answer_seconds,
@@ -287,13 +287,9 @@ def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
         events=ChunkEvents() if publishes else None,
         tracer=make_tracer(getattr(observability, "otlp_traces_endpoint", None)),
     )
-
-
-def _watch_weights(vllm_config: Any, scheduler: VLLMScheduler) -> bool:
-    from lmcache_client.vllm.weights import watch_weights
-
     notes = (partial(_call, scheduler, hook, None) for hook in ("note_change", "note_adapter"))
-    return watch_weights(vllm_config, *notes)
+    scheduler.are_weights_watched = watch_weights(vllm_config, *notes)
+    return scheduler
 
 
 def _wanted_layout(vllm_config: Any) -> str | None:
