@@ -7,6 +7,7 @@ Block hashes also include the rows of prompt embeddings, but not which positions
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -45,7 +46,7 @@ class _Load(NamedTuple):
     began: float
     """Earliest time at which the engine read the files."""
     state: list[tuple[int, int, int]]
-    """State of the files just before that; empty: unknown."""
+    """State of the files just before that."""
 
 
 class ExtraKeyFinder:
@@ -57,7 +58,10 @@ class ExtraKeyFinder:
         self._adapters: dict[Path, futures.Future[bytes]] = {}  # fingerprints by folder
         # Loads while the engine runs, by folder. None: requests came first, so an earlier load is possible.
         self._loads: dict[Path, _Load | None] = {}
-        self._replaced: set[int] = set()  # ids of adapters that were loaded in place
+        self._folders: dict[int, Path] = {}  # by the engine's number of the adapter
+        self._replaced: set[int | Path] = (
+            set()
+        )  # numbers loaded in place, and the folders that they had before
         self._media: dict[int, bytes] = {}  # id() of the engine's live media items -> digest
         # Digests by identifier; None: two contents had this identifier, so the engine may mix them up.
         self._identifiers: Recent[str, bytes | None] = Recent(_MAX_IDENTIFIERS)
@@ -79,15 +83,14 @@ class ExtraKeyFinder:
         The engine may load the adapter again later, and its own prefix cache knows adapters by name and path.
         Therefore only the first load of a folder counts, and the folder must not change after it.
         """
+        path, number = _folder(adapter), adapter.lora_int_id
         if is_in_place := bool(getattr(adapter, "load_inplace", False)):
-            self._replaced.add(adapter.lora_int_id)
-        path = _folder(adapter)
+            # Running requests of the old adapter go on with the new one, and the engine caches their KV.
+            self._replaced |= {number, self._folders.get(number, path)}
+        self._folders[number] = path
         if path not in self._loads:
-            try:
-                state = files.adapter_state(path)
-            except OSError:  # the engine will fail to load it, or download it
-                state = []
-            self._loads[path] = _Load(time.time() - _CLOCK_SECONDS, state)
+            with contextlib.suppress(OSError):  # the engine will fail to load it, or download it
+                self._loads[path] = _Load(time.time() - _CLOCK_SECONDS, files.adapter_state(path))
         return is_in_place
 
     def extra_keys(self, request: Any, chunk_tokens: int) -> ExtraKeys:
@@ -118,9 +121,9 @@ class ExtraKeyFinder:
         """Return the fingerprint of an adapter. Raises UnnamedError or OSError."""
         if getattr(adapter, "tensorizer_config_dict", None):
             raise UnnamedError("it is not loaded from lora_path")
-        if adapter.lora_int_id in self._replaced:
-            raise UnnamedError("it was loaded in place, so the engine may mix old and new weights")
         path = _folder(adapter)
+        if self._replaced & {adapter.lora_int_id, path}:
+            raise UnnamedError("it was loaded in place, so the engine may mix old and new weights")
         if not path.is_dir():
             raise UnnamedError(f"{path} is no folder, and the content of a repository may change")
         load = self._loads.get(path)

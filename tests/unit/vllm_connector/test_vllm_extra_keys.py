@@ -192,6 +192,18 @@ def test_adapter_that_was_loaded_in_place_is_not_cached(model, tmp_path):
     refused(finder, request(model), "adapter mine can't be identified: it was loaded in place")
     other = SimpleNamespace(lora_request=adapter(model, number=2))
     assert finder.extra_keys(other, CHUNK)
+    finder.note_load(adapter(model, number=2))
+    finder.note_load(adapter(tmp_path / "missing", number=2, load_inplace=True))
+    refused(finder, SimpleNamespace(lora_request=adapter(model, number=3)), "it was loaded in place")
+
+
+def test_adapter_that_was_missing_at_its_first_load_is_cached_after_the_next(model):
+    finder, config = ExtraKeyFinder(0.0), model / "adapter_config.json"
+    finder.note_load(adapter(model))
+    config.write_text("{}")
+    wait_until(lambda: config.stat().st_ctime < time.time() - _CLOCK_SECONDS, what="the adapter is complete")
+    finder.note_load(adapter(model))
+    assert extra_keys_after_hashing(finder, request(model))
 
 
 def test_adapter_is_hashed_in_a_background_thread(model, monkeypatch):
