@@ -49,9 +49,7 @@ async def until_allowed(
 
     Raises TimeoutError, and ClientPayloadError if the next page of a list has expired. kopf lists again then.
     """
-    match = _PATH.search(request.url.path)
-    assert match is not None
-    namespace, read = match[1] or ALL_NAMESPACES, f"list {match[2]}"
+    namespace, read = _read(request.url.path, "list")
     for attempt in itertools.count(1):
         response = await answer(request, handler)
         if response.status == HTTPStatus.GONE:
@@ -62,6 +60,26 @@ async def until_allowed(
         await asyncio.sleep(_BACKOFF.seconds(attempt))
     allow(namespace, read)
     return response
+
+
+def wait_after_watch(path: str, status: int) -> float | None:
+    """Note the answer to a watch. Returns the seconds until kopf may repeat it; None: it is not refused.
+
+    A Role may allow lists and no watches. Without a wait, kopf would list ten times a second.
+    """
+    namespace, read = _read(path, "watch")
+    if status not in STATUSES:
+        allow(namespace, read)
+        return None
+    is_repeated = read in _refused[namespace]
+    refuse(namespace, read, f"HTTP {status}")
+    return _BACKOFF.cap if is_repeated else _BACKOFF.base
+
+
+def _read(path: str, verb: str) -> tuple[str, str]:
+    match = _PATH.search(path)
+    assert match is not None
+    return match[1] or ALL_NAMESPACES, f"{verb} {match[2]}"
 
 
 def refuse(namespace: str, read: str, message: str) -> None:

@@ -6,6 +6,7 @@ and unneeded fields are dropped. That saves memory, and a malformed or very deep
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import AsyncIterator
@@ -96,9 +97,9 @@ class _Response(aiohttp.ClientResponse):
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
         await super().start(connection)
         if "watch" in self.url.query:
-            is_refused = self.status in refused_reads.STATUSES
-            self.status = HTTPStatus.OK if is_refused else self.status
-            self.content = _Events(self.content, is_refused)  # type: ignore[assignment]
+            wait = refused_reads.wait_after_watch(self.url.path, self.status)
+            self.status = self.status if wait is None else HTTPStatus.OK
+            self.content = _Events(self.content, wait)  # type: ignore[assignment]
         return self
 
     async def json(self, **_: Any) -> Any:
@@ -112,17 +113,19 @@ class _Response(aiohttp.ClientResponse):
 class _Events:
     """The stream of a watch, one reduced event per line.
 
-    A refused watch has expired, for kopf: it lists again, and the list waits until the API server allows it.
+    A refused watch has expired after ``wait`` seconds, for kopf: it lists again, and the list waits until the
+    API server allows it.
     """
 
-    def __init__(self, content: aiohttp.StreamReader, is_refused: bool) -> None:
-        self._content, self._is_refused = content, is_refused
+    def __init__(self, content: aiohttp.StreamReader, wait: float | None) -> None:
+        self._content, self._wait = content, wait
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._content, name)
 
     async def iter_chunked(self, num_bytes: int) -> AsyncIterator[bytes]:
-        if self._is_refused:
+        if self._wait is not None:
+            await asyncio.sleep(self._wait)
             yield _EXPIRED
             return
         rest = bytearray()

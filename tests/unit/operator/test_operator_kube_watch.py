@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -171,15 +172,26 @@ def test_namespace_is_refused_until_all_its_reads_are_allowed(caplog: pytest.Log
 
 
 @pytest.mark.parametrize("status", [403, 404])
-def test_refused_watch_has_expired(status: int) -> None:
-    """Then kopf lists the objects again, and misses no change."""
+def test_refused_watch_has_expired_after_a_wait(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then kopf lists the objects again, and misses no change. A Role may allow the list."""
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr("lmcache_operator.kube.watch.asyncio", SimpleNamespace(sleep=sleep))
 
     async def read(response: aiohttp.ClientResponse) -> tuple[int, list[bytes]]:
         return response.status, [chunk async for chunk in response.content.iter_chunked(5)]
 
-    ((answered, chunks), _) = asyncio.run(fetch(f"{THINGS}?watch=true", "", read, status))
-    assert answered == 200
-    assert [json.loads(chunk)["object"]["code"] for chunk in chunks] == [410]
+    for _ in range(2):
+        ((answered, chunks), _) = asyncio.run(fetch(f"{THINGS}?watch=true", "", read, status))
+        assert answered == 200
+        assert [json.loads(chunk)["object"]["code"] for chunk in chunks] == [410]
+    assert waits == [1.0, 15.0]
+    assert metrics.REFUSED_READS.labels("lost")._value.get() == 1
+    assert asyncio.run(fetch(f"{THINGS}?watch=true", "", read))[0] == (200, [])
+    assert metrics.REFUSED_READS.labels("lost")._value.get() == 0
 
 
 def test_refused_list_of_crds_is_left_to_kopf() -> None:
