@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from datetime import datetime
@@ -17,7 +18,7 @@ from kubernetes.aio.client import ApiClient
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from lmcache_operator import metrics
-from lmcache_operator.errors import RefusedError
+from lmcache_operator.errors import RefusedError, UnavailableError
 from lmcache_operator.kube.refusals import error_of, parsed, warning_of, with_field
 from lmcache_operator.kube.watch import configuration
 from lmcache_operator.specs import Object
@@ -36,6 +37,8 @@ _MAX_BYTES = 8 << 20
 """Largest answer to a review or a dry run."""
 _MAX_LISTS, _PAGE_BYTES, _PAGE_OBJECTS = 4, 4 << 20, 100
 """Concurrent lists, and the bounds of a page. A page with a single object has no bound."""
+_LIST_SECONDS, _PART_BYTES = 30.0, 16 << 20
+"""Bounds of a list: time for all pages, and size of the parts of all objects as JSON."""
 _TOO_LARGE = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 """Stands for an answer that was larger than its limit. The API server never answers a read with it."""
 _READS = frozenset({"GET"})
@@ -108,17 +111,18 @@ class KubeApi:
         self,
         kind: Kind,
         namespace: str,
-        part: Callable[[Object], Object] = lambda whole: whole,
+        part: Callable[[Object], Object] | None = None,
         /,
         **selectors: str,
     ) -> list[Object]:
         """Read ``part`` of all objects of a kind that a ``labelSelector`` or a ``fieldSelector`` matches.
 
         Users choose the number and the sizes of objects, so the size of a page is bounded. A larger page is
-        read again with fewer objects.
+        read again with fewer objects. Time and parts are bounded, too: raises UnavailableError.
         """
-        objects, limit, place = list[Object](), _PAGE_OBJECTS, dict[str, str]()
+        objects, limit, place, num_bytes = list[Object](), _PAGE_OBJECTS, dict[str, str](), 0
         async with self._lists:
+            deadline = time.monotonic() + _LIST_SECONDS
             while True:
                 status, page = await self._call(
                     "GET", _path(kind, namespace), query={**selectors, "limit": str(limit), **place},
@@ -127,7 +131,13 @@ class KubeApi:
                 if status == _TOO_LARGE:
                     limit //= 10
                     continue
-                objects += map(part, with_field("items", page)["items"])
+                items = with_field("items", page)["items"]
+                parts = list(map(part, items)) if part else items
+                num_bytes += len(json.dumps(parts)) if part else 0
+                objects += parts
+                if num_bytes > _PART_BYTES or time.monotonic() > deadline:
+                    problem = "its objects are too many or too large: delete some of them"
+                    raise UnavailableError(f"list {kind.plural} of namespace {namespace}", problem)
                 if not (following := dig(page, "metadata", "continue")):
                     return objects
                 place = {"continue": following}

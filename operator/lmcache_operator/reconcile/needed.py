@@ -53,3 +53,9 @@ _OF_POD = {
 }
 of_pod = partial(_picked, fields=_OF_POD)
 """Returns identity, state, volumes and resources of a pod, and the settings of its sidecar."""
+of_event = partial(
+    _picked,
+    fields=_all("eventTime", "firstTimestamp", "lastTimestamp", "message", "reason")
+    | {"involvedObject": _all("name", "uid"), "series": _all("lastObservedTime")},
+)
+"""Returns what an Event says, about which object and when."""

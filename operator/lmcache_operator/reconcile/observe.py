@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Set
 from dataclasses import replace
 from datetime import datetime
+from itertools import chain
 
 from lmcache_operator.contract.base import Component, Observed
 from lmcache_operator.errors import RefusedError
@@ -13,7 +14,7 @@ from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.pods.nodes import doubtful_nodes
 from lmcache_operator.pods.pods import claim_names, has_started, incomplete_sets, is_ready
 from lmcache_operator.reconcile.contest import Contested
-from lmcache_operator.reconcile.needed import of_cluster, of_pod
+from lmcache_operator.reconcile.needed import of_cluster, of_event, of_pod
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import BY_NAME, CLUSTER, EVENT, NODE, POD, Ref, controller_uid, is_child
 from lmcache_operator.specs.names import selector_text
@@ -67,8 +68,8 @@ async def observe(
     selectors += [
         f"involvedObject.kind=PersistentVolumeClaim,involvedObject.name={claim}" for claim in claims
     ]
-    warnings = [event for each in selectors for event in await api.find(EVENT, namespace, fieldSelector=each)]
-    return replace(observed, warnings=tuple(warnings))
+    lists = [await api.find(EVENT, namespace, of_event, fieldSelector=each) for each in selectors]
+    return replace(observed, warnings=tuple(chain.from_iterable(lists)))
 
 
 async def _with_nodes(api: KubeApi, observed: Observed) -> Observed:

@@ -178,6 +178,27 @@ def test_list_has_all_objects_and_no_large_page(sizes, monkeypatch):
     assert parts == sizes, "each object is reduced once"
 
 
+@pytest.mark.parametrize(("bound", "value"), [("_LIST_SECONDS", 0.0), ("_PART_BYTES", 1000)])
+def test_list_ends_at_a_bound_of_time_and_of_kept_bytes(bound, value, monkeypatch):
+    """A run that never ends fails the liveness probe of the operator, which serves other namespaces."""
+    monkeypatch.setattr(kube_client, bound, value)
+    num_pages = 0
+
+    async def handle(request: web.Request) -> web.Response:
+        nonlocal num_pages
+        num_pages += 1
+        more = {"continue": "more"} if num_pages < 20 else {}
+        return web.json_response({"metadata": more, "items": [{"spec": "x" * 300}]})
+
+    async def find() -> None:
+        async with answering(handle) as url, ApiClient(Configuration(host=url)) as client:
+            await KubeApi(client).find(POD, "n", dict, labelSelector="a=b")
+
+    with pytest.raises(UnavailableError, match="list pods of namespace n: its objects are too many"):
+        asyncio.run(find())
+    assert num_pages < 5
+
+
 def test_delete_removes_only_the_observed_object(server: Server) -> None:
     call(server, "delete", POD, "n", "p", "u")
     call(server, "delete", POD, "n", "p", "u", grace_seconds=0)
