@@ -263,7 +263,7 @@ def _kopf_settings(namespaces: Sequence[str]) -> kopf.OperatorSettings:
     # A watch that is silently cut off by the network is noticed after 70 s; ten minutes bound what is left.
     settings.watching.server_timeout = 600
     settings.watching.connect_timeout = 10
-    settings.watching.chunk_size = 20  # the metadata of an object may have a megabyte
+    settings.watching.chunk_size = 5  # the metadata of an object may have a megabyte, in a list of each kind
     settings.networking.request_timeout = None  # a refused list waits; `answer` limits each attempt
     settings.networking.connect_timeout = 5
     # The API server filters by label, so the operator never receives other Services and ConfigMaps.

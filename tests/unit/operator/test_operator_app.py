@@ -182,3 +182,9 @@ def test_ending_operator_waits_for_the_answer_to_its_last_write():
         return now()
 
     assert run(scenario()) == 9
+
+
+def test_pages_of_all_watched_kinds_take_a_fraction_of_the_memory_limit():
+    """kopf lists all kinds at once. Labels and annotations of an object may have 1.5 MiB."""
+    num_kinds = len(app._watched()) + 1
+    assert app._kopf_settings(()).watching.chunk_size * num_kinds * 1.5 < 128
