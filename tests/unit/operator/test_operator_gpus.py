@@ -72,8 +72,20 @@ def test_all_gpus_are_visible_only_if_the_operator_allows_it() -> None:
     assert sidecar(True, **spec(CLAIMS)) == sidecar(False, **spec(CLAIMS))
 
 
+def with_limits(limits: dict[str, str]) -> Any:
+    return {"spec": {"containers": [{"name": "engine", "resources": {"limits": limits}}]}}
+
+
 @pytest.mark.parametrize(
-    ("engine", "is_hidden"), [({}, False), ({"gpu": {"count": 0}}, True), (CLAIMS, True)]
+    ("engine", "is_hidden"),
+    [
+        ({}, False),
+        ({"gpu": {"count": 0}}, True),
+        (CLAIMS, True),
+        ({"gpu": {"count": 0}, "resources": {"limits": {"nvidia.com/mig-1g.5gb": 1}}}, False),
+        ({"gpu": {"count": 0}, "podTemplate": with_limits({"nvidia.com/gpu": "1"})}, False),
+        ({"gpu": {"count": 0}, "podTemplate": with_limits({"rdma/hca": "1"})}, True),
+    ],
 )
 def test_variable_hides_gpus_from_engines_without_a_device_plugin(engine: Any, is_hidden: bool) -> None:
     """Images of users may show all GPUs of the node by default. A plugin sets the variable itself."""

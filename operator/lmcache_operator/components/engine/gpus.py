@@ -10,6 +10,7 @@ Everywhere else the engine copies into memory that both containers share.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,8 +19,10 @@ from lmcache_operator.components.engine.kinds import kind_of
 from lmcache_operator.contract.base import SidecarState
 from lmcache_operator.contract.conditions import Problem, problem_message
 from lmcache_operator.specs import Object, names
+from lmcache_operator.specs.merge import dig
 from lmcache_operator.specs.stateful import NO_GPUS
 
+_OF_NVIDIA = re.compile("nvidia[.]com/")
 CUDA_IPC, SHARED_MEMORY = "CudaIPC", "SharedMemory"
 CLAIM = "gpu"
 """Name of the pod's resource claim, and of the request in it."""
@@ -94,9 +97,15 @@ def sidecar_env(transfer: Transfer) -> dict[str, str]:
     return NO_GPUS
 
 
-def engine_env(cluster: Cluster) -> dict[str, str]:
-    """Hide GPUs from an engine without a device plugin, which sets the variable itself."""
-    return {} if "limits" in engine_resources(cluster) else NO_GPUS
+def engine_env(cluster: Cluster, declared: Object) -> dict[str, str]:
+    """Hide GPUs from an engine without a device plugin, which sets the variable itself.
+
+    ``declared``: the engine's container in the user's template, which may ask a plugin for GPUs, too. The
+    variable would replace the plugin's.
+    """
+    limits = engine_resources(cluster).get("limits") or dig(declared, "resources", "limits") or ()
+    has_plugin = cluster.engine.gpu.resource_name in limits or any(map(_OF_NVIDIA.match, limits))
+    return {} if has_plugin else NO_GPUS
 
 
 def transfer_in_use(fields: Mapping[str, Any], sidecars: Sequence[SidecarState]) -> Object:

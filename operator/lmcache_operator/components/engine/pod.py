@@ -112,9 +112,10 @@ def _ending(cluster: Cluster) -> _Ending:
 
 
 def _engine_env(cluster: Cluster) -> dict[str, str]:
+    declared = template.find_container(template.declared_template(cluster), names.ENGINE)
     env = {
         **kind_of(cluster).variables_of(cluster),
-        **gpus.engine_env(cluster),
+        **gpus.engine_env(cluster, declared),
         "HF_HOME": f"{paths.MODELS_DIR}/huggingface",
         "HOME": paths.HOME_DIR,
         "LMCACHE_SOCKET": paths.SOCKET_PATH,
