@@ -278,7 +278,7 @@ def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
     num_drafts = vllm_config.num_speculative_tokens
     scheduler = VLLMScheduler(
         connect,
-        ExtraKeyFinder(),
+        ExtraKeyFinder(lora_config=vllm_config.lora_config),
         settings.answer_seconds,
         settings.prefill_tokens_per_second,
         num_blocks=kv_cache_config.num_blocks,

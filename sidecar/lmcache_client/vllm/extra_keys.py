@@ -36,6 +36,15 @@ _MAX_IDENTIFIERS = 1 << 16
 _CLOCK_SECONDS = 0.01
 """Largest delay of the clock with which the kernel stamps changes of files."""
 
+_OPTIONS = (
+    "target_modules",
+    "lora_dtype",
+    "enable_tower_connector_lora",
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+)
+"""vLLM's options that determine what it computes with the files of an adapter."""
+
 _COUNTED = re.compile(r"renderer\d+-mm-\d+-")
 """Identifiers of media that vLLM does not hash. They never occur twice, so storing such chunks is useless."""
 
@@ -52,8 +61,10 @@ class _Load(NamedTuple):
 class ExtraKeyFinder:
     """Finds the extra keys of requests. Only one thread may call what ``extra_keys_of`` returns."""
 
-    def __init__(self, began: float | None = None) -> None:
-        """``began``: earliest time at which the engine loads an adapter; by default the process's start."""
+    def __init__(self, began: float | None = None, lora_config: Any = None) -> None:
+        """``began``: earliest time at which the engine loads an adapter; by default the process's start.
+        ``lora_config``: vLLM's options for adapters."""
+        self._options = [str(getattr(lora_config, name, None)) for name in _OPTIONS]
         self._began = files.process_start_time() if began is None else began
         self._adapters: dict[Path, futures.Future[bytes]] = {}  # fingerprints by folder
         # Loads while the engine runs, by folder. None: requests came first, so an earlier load is possible.
@@ -137,7 +148,8 @@ class ExtraKeyFinder:
             files.check_unchanged(file, began)
         if load is not None and files.adapter_state(path) != load.state:
             raise UnnamedError(f"{path} changed after the engine loaded it")
-        return future.result()
+        options = json.dumps([*self._options, bool(getattr(adapter, "is_3d_lora_weight", False))])
+        return hashlib.sha256(future.result() + options.encode()).digest()
 
     def _medium(self, feature: Any) -> bytes | None:
         if feature.data is None or _COUNTED.match(feature.identifier):

@@ -149,6 +149,20 @@ def test_adapter_name_covers_weights_and_config(model):
     assert len(fingerprints) == 2
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"target_modules": ["o_proj"]}, {"lora_dtype": torch.float16}, {"enable_moe_shared_loras": True}],
+    ids=lambda options: next(iter(options)),
+)
+def test_adapter_name_covers_the_options_with_which_the_engine_applies_it(model, options):
+    (model / "adapter_config.json").write_text("{}")
+    configs = {}, options
+    finders = [ExtraKeyFinder(late_start_time(), SimpleNamespace(**config)) for config in configs]
+    requests = request(model), SimpleNamespace(lora_request=adapter(model, is_3d_lora_weight=True))
+    names = {extra_keys_after_hashing(finder, each) for finder in finders for each in requests}
+    assert len(names) == 4
+
+
 def test_overwritten_adapter_is_not_cached(model, tmp_path):
     """The engine may use the old or the new weights."""
     (model / "adapter_config.json").write_text("{}")
