@@ -70,9 +70,7 @@ class ExtraKeyFinder:
         # Loads while the engine runs, by folder. None: requests came first, so an earlier load is possible.
         self._loads: dict[Path, _Load | None] = {}
         self._folders: dict[int, Path] = {}  # by the engine's number of the adapter
-        self._replaced: set[int | Path] = (
-            set()
-        )  # numbers loaded in place, and the folders that they had before
+        self._replaced: set[int | Path] = set()  # numbers loaded in place, and their folders
         self._media: dict[int, bytes] = {}  # id() of the engine's live media items -> digest
         # Digests by identifier; None: two contents had this identifier, so the engine may mix them up.
         self._identifiers: Recent[str, bytes | None] = Recent(_MAX_IDENTIFIERS)
@@ -96,8 +94,8 @@ class ExtraKeyFinder:
         """
         path, number = _folder(adapter), adapter.lora_int_id
         if is_in_place := bool(getattr(adapter, "load_inplace", False)):
-            # Running requests of the old adapter go on with the new one, and the engine caches their KV.
-            self._replaced |= {number, self._folders.get(number, path)}
+            # Running requests of both adapters may go on with either one, and the engine caches their KV.
+            self._replaced |= {number, path, self._folders.get(number, path)}
         self._folders[number] = path
         if path not in self._loads:
             with contextlib.suppress(OSError):  # the engine will fail to load it, or download it

@@ -211,6 +211,16 @@ def test_adapter_that_was_loaded_in_place_is_not_cached(model, tmp_path):
     refused(finder, SimpleNamespace(lora_request=adapter(model, number=3)), "it was loaded in place")
 
 
+def test_folder_that_was_loaded_in_place_is_not_cached(model, tmp_path):
+    """Running requests of the old adapter make vLLM load it again, also for those of the new one."""
+    (model / "adapter_config.json").write_text("{}")
+    finder = ExtraKeyFinder(late_start_time())
+    finder.note_load(adapter(tmp_path / "missing", load_inplace=True))
+    finder.note_load(adapter(model, load_inplace=True))
+    finder.note_load(adapter(model, number=2))
+    refused(finder, SimpleNamespace(lora_request=adapter(model, number=2)), "it was loaded in place")
+
+
 def test_adapter_that_was_missing_at_its_first_load_is_cached_after_the_next(model):
     finder, config = ExtraKeyFinder(0.0), model / "adapter_config.json"
     finder.note_load(adapter(model))
