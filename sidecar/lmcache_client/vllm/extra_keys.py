@@ -173,6 +173,8 @@ def _folder(adapter: Any) -> Path:
 
 def _adapter_fingerprint(path: Path, began: float) -> bytes:
     try:
+        if not (path / "adapter_model.safetensors").is_file():
+            raise UnnamedError(f"vLLM loads no safetensors file in {path}")
         return files.adapter_fingerprint(path, began)
     except (OSError, UnnamedError) as error:
         logger.warning("Requests with the adapter at %s are not cached: %s", path, error)

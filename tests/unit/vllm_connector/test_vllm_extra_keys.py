@@ -23,10 +23,10 @@ CHUNK = 64
 
 @pytest.fixture
 def model(tmp_path):
-    """A model of two files that are longer than a hashed slice."""
+    """A model or adapter of files that are longer than a hashed slice."""
     folder = tmp_path / "model"
     folder.mkdir()
-    for name in ("model-1", "model-2"):
+    for name in ("model-1", "model-2", "adapter_model"):
         (folder / f"{name}.safetensors").write_bytes(name.encode() + bytes(3 << 20))
     return folder
 
@@ -147,6 +147,12 @@ def test_adapter_name_covers_weights_and_config(model):
         assert (first_chunk, len(name)) == (0, 32)
         fingerprints.add(name)
     assert len(fingerprints) == 2
+
+
+def test_adapter_whose_weights_are_no_safetensors_is_not_cached(model):
+    (model / "adapter_config.json").write_text("{}")
+    (model / "adapter_model.safetensors").rename(model / "adapter_model.bin")
+    refused(ExtraKeyFinder(late_start_time()), request(model), "vLLM loads no safetensors file in ")
 
 
 @pytest.mark.parametrize(
