@@ -147,3 +147,25 @@ def test_reset_of_the_engines_own_cache_during_a_store(world, settings):
         world.store_gate.open()
         assert_idle(engine)
     world.audit(settings, prompts)
+
+
+@needs_manager
+def test_reset_of_the_engines_own_cache_after_new_weights(world):
+    """Until the reset, requests continue old KV in vLLM's own cache, and the connector stores the result."""
+    settings = SimSettings(has_prefix_caching=True)
+    prompt = make_tokens(3 * CHUNK + 5)
+    with world.engines(settings) as (engine,):
+        engine.add(prompt[: 2 * CHUNK])
+        engine.run()
+        engine.scheduler.connector._scheduler.note_change("call of update_weights")
+        engine.weights = NEW
+        engine.add(prompt)
+        engine.run()
+        assert engine.wrong_reads, "vLLM finds old KV in its own cache"
+        engine.wrong_reads.clear()
+        engine.forget()
+        for num_cached in (0, 3 * CHUNK):
+            name = engine.add(prompt, max_tokens=20)
+            assert_idle(engine)
+            assert engine.results[name].num_cached_tokens == num_cached
+            assert engine.results[name].tokens == answer(prompt, 20, NEW)

@@ -34,6 +34,8 @@ from lmcache_client.errors import UnsupportedError
 from lmcache_client.vllm.support import check_version
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
@@ -201,9 +203,11 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         _call(self._scheduler, "update_connector_output", None, connector_output)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Note how requests return their blocks (vLLM 0.30 and later)."""
+        """Note how requests return their blocks, and watch vLLM's own cache (vLLM 0.30 and later)."""
         if self._scheduler is not None:
             self._scheduler.free_blocks = kv_cache_manager.free
+            reset = kv_cache_manager.reset_prefix_cache
+            kv_cache_manager.reset_prefix_cache = partial(_reset_own_cache, self._scheduler, reset)
 
     def has_pending_push_work(self) -> bool:
         """Return True while a paused engine must run steps, until its loads have ended."""
@@ -234,6 +238,13 @@ with contextlib.suppress(ValueError):  # a MultiConnector finds its children's s
     KVConnectorFactory.register_connector(
         LMCacheClusterConnector.__name__, __name__, LMCacheClusterConnector.__name__
     )
+
+
+def _reset_own_cache(scheduler: VLLMScheduler, reset: Callable[[], bool]) -> bool:
+    is_reset = reset()
+    if is_reset:
+        _call(scheduler, "note_own_reset", None)
+    return is_reset
 
 
 def _call(side: VLLMScheduler | WorkerSide | None, hook: str, neutral: T, *args: Any) -> T:

@@ -110,6 +110,7 @@ class VLLMScheduler(SchedulerSide):
         self.are_weights_watched = False
         """True if the weights can't change without a call of ``note_change``."""
         self._change = ""  # the last call that may have changed the weights
+        self._has_older_kv = False  # vLLM's own cache may hold KV from before this call
         self._tables: dict[str, BlockTables] = {}  # with vLLM 0.29
         self._open_loads = OpenLoads(num_blocks - 1)
         self.free_blocks: Callable[[Any], object] | None = None
@@ -126,8 +127,14 @@ class VLLMScheduler(SchedulerSide):
 
     def note_change(self, reason: str) -> None:
         """Invalidate all cached KV, before a call that may change the weights."""
-        self._change = reason
+        self._change, self._has_older_kv = reason, True
         self.reset_cache()
+
+    def note_own_reset(self) -> None:
+        """Record that vLLM emptied its own cache: new requests no longer continue KV of older weights."""
+        if self._has_older_kv:
+            self._has_older_kv = False
+            self.reset_cache()
 
     def note_adapter(self, adapter: Any) -> None:
         """Record that vLLM is about to load an adapter, perhaps in place of that of running requests."""
