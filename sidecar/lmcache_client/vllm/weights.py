@@ -7,7 +7,7 @@ own, and only ``EngineCore.collective_rpc`` leads from the API to the model: ``/
 LoRA adapters have a call of their own, and their fingerprints are in the keys (``extra_keys``).
 
 Elsewhere, such as in a trainer that contains the engine, a program can write to the model without a call. The
-same holds for workers of other classes. Each reset then counts as a change.
+same holds for workers of other classes. Each reset that includes the connector then counts as a change.
 
 Source: vLLM 0.29 to 0.33, ``v1/engine/core.py`` and ``v1/engine/utils.py``.
 """
