@@ -116,6 +116,7 @@ class SchedulerSide:
         Loads that the engine already waits for are still handed to the workers.
         """
         self._is_offline = True
+        self._tracer.clear()
         self.forget(lambda _: True)
         if self._lookups is not None:
             self._lookups.close()
@@ -123,13 +124,14 @@ class SchedulerSide:
         self._stores = None
         self._computing.clear()
         self._next.stores.clear()
-        self._tracer.clear()
 
     def forget(self, is_affected: Callable[[EngineRequest], bool]) -> None:
         """Release the leases of these requests. Neither load nor store more of their KV."""
         for state in [state for state in self._states.values() if is_affected(state.request)]:
             self._release(state)
             self._times.end(state)
+            self._tracer.end_load(state.request.request_id)
+            self._tracer.finish(state.request.request_id)
             self._computing.end(state)
             self._reclaim(state)  # the engine can now reuse blocks that stores still read
             del self._states[state.request.request_id]

@@ -212,6 +212,15 @@ def test_request_that_ends_during_its_load_records_the_load(rig, recorded):
     assert [span.name for span in recorded.take()] == ["lmcache.load"]
 
 
+def test_request_that_is_forgotten_during_its_load_records_the_load(rig, recorded):
+    """Its adapter was replaced."""
+    request = rig.loading(traced(200))
+    rig.scheduler.forget(lambda _: True)
+    rig.report(received=["r"])
+    rig.finish(request)
+    assert [span.name for span in recorded.take()] == ["lmcache.lookup", "lmcache.load"]
+
+
 def test_request_that_ends_in_the_queue_records_its_wait_and_lookup(rig, recorded):
     request = rig.waiting(traced(200))
     rig.now = 0.05
