@@ -135,7 +135,7 @@ CONDITIONS = {
     "RouterAvailable": "At least one router pod is Ready. Present with spec.router.",
     "AutoscalingActive": "The operator sizes tiers by lookups. Present after it read the first samples.",
     "MemoryTierPinned": "CUDA has pinned the memory tiers of all GPUs. Present after a sidecar reported it.",
-    "KVShared": "Lower tiers hold the KV of all engines. Present after a sidecar with one reported it.",
+    "KVShared": "The KV of no engine is private. Present after a sidecar with one reported it.",
     "TokensRequired": "All sidecars ask for tokens. Present with sidecar.httpAuthentication Token.",
     "TenantsKnown": "The sidecars use the declared tenants. Present with spec.tenants.",
     "DiskTierAvailable": "Every disk tier is in use. Present after a sidecar reported it.",

@@ -111,7 +111,7 @@ PARTS = {
     "KVShared": (
         {"private_reason": "", "disk": {}, "remote": {"is_reachable": True}},
         {"private_reason": "block hashes have a random seed", "remote": {"is_reachable": True}},
-        ("True", "Shared", "Lower tiers hold the KV of all 1 engines."),
+        ("True", "Shared", "Lower tiers can hold the KV of all 1 engines."),
         "KVPrivate",
         "1 of 2 engines share no KV, so only the memory of their pods holds it. First: pod demo-engine-1: "
         "block hashes have a random seed.",

@@ -1,7 +1,7 @@
 """Budgets of tenants in the memory tier: upper bounds, guaranteed shares, and the order of eviction.
 
 A row belongs to the tenant of the request that stored it, even if other tenants use it later. Rows without a
-tenant are neither limited nor protected: their requests had no salt.
+tenant are neither limited nor protected: their requests had no salt, or an older sidecar stored them.
 
 - **Upper bound.** At its bound, a tenant evicts its own rows.
 - **Guaranteed share.** While a tenant uses at most its share, stores of other tenants evict none of its rows.

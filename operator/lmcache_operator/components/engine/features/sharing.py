@@ -17,13 +17,13 @@ class SharingReport(NamedTuple):
     """A sidecar's report on the keys of its engine."""
 
     is_shared: bool | None = None
-    """Whether lower tiers hold the KV; None: no engine, no lower tier, or unknown."""
+    """Whether lower tiers can hold the KV; None: no engine, no lower tier, or unknown."""
     reason: str = ""
     """Why they hold none of it."""
 
 
 class Sharing(PodFeature[SharingReport]):
-    """KV that lower tiers hold, so that other pods and later engines find it."""
+    """KV that lower tiers can hold, so that other pods and later engines find it."""
 
     name = "sharing"
     condition_type = "KVShared"
@@ -38,11 +38,11 @@ class Sharing(PodFeature[SharingReport]):
         return SharingReport(not reason, plain(reason))
 
     def condition(self, observed: Observed, sidecars: Sequence[SidecarState]) -> Condition | None:
-        """Whether lower tiers hold the KV of all engines; None: no sidecar reports it."""
+        """Whether lower tiers can hold the KV of all engines; None: no sidecar reports it."""
         reports = [(sidecar.pod, self.report(sidecar)) for sidecar in sidecars]
         number = sum(report.is_shared is not None for _, report in reports)
         private = [(pod, report.reason) for pod, report in reports if report.is_shared is False]
         problem = "engines share no KV, so only the memory of their pods holds it"
-        message = f"Lower tiers hold the KV of all {number} engines."
+        message = f"Lower tiers can hold the KV of all {number} engines."
         failure = failure_of("KVPrivate", problem, private, number)
         return failure or (Condition("True", "Shared", message) if number else None)
