@@ -53,11 +53,11 @@ def test_healthy_installation_has_no_failure(doctor, plane, namespace):
     # The pod is Ready, and no engine is attached.
     assert checks["sidecars"] == (
         "failure",
-        f"The engine serves without the cache. This concerns 1 pod: {NAME}-engine-0.",
+        f"An engine serves without the cache. This concerns 1 pod: {NAME}-engine-0.",
     )
     assert status == 1
     first, second, third = shown.stdout.splitlines()[:3]
-    assert first.startswith(f"FAILURE {namespace}/{NAME} sidecars: The engine serves without the cache.")
+    assert first.startswith(f"FAILURE {namespace}/{NAME} sidecars: An engine serves without the cache.")
     assert "-> Read the lines of LMCache in its log." in f"{second} {third}"
     assert "\x1b" not in shown.stdout
     assert yaml.safe_load(lmcache("doctor", "-o", "yaml").stdout)["version"] == 1

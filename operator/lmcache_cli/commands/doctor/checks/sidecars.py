@@ -56,7 +56,7 @@ def _problem(figures: PodFigures) -> Result | None:
     refusal = plain(stats.get("attach_refusal"))
     is_unused = not merge.count(merge.part(stats, "num_clients").get("attached"))
     if is_ready(figures.pod) and (refusal or is_unused):
-        text = f"The engine serves without the cache{refusal and f': {refusal}'}."
+        text = f"An engine serves without the cache{refusal and f': {refusal}'}."
         return failure(text, "Read the lines of LMCache in its log.", "EngineNotAttached")
     return None
 
