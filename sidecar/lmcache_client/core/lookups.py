@@ -24,8 +24,8 @@ from lmcache_client.core.waiting import PrefillRate
 from lmcache_client.errors import UnnamedError
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.kvcache_pb2 import Scheduled
-from lmcache_client.rpc.service import MAX_FIRST_BLOCKS, MAX_TIMES, NAME_BYTES
-from lmcache_client.rpc.session import SidecarSession, short
+from lmcache_client.rpc.service import MAX_FIRST_BLOCKS, MAX_TIMES, NAME_BYTES, shortened
+from lmcache_client.rpc.session import SidecarSession
 from lmcache_store.common.timing import TIMING
 from lmcache_store.common.units import ceil_div
 from lmcache_store.tiers.memory.contracts import LookupResult
@@ -250,7 +250,7 @@ class LookupThread:
         if any(clock.request_id == ticket.request_id for clock in self._times):
             self._send_times()  # the request starts again: the sidecar would take them for this start's times
         num_chunks = len(ticket.keys[0]) if ticket.keys and ticket.is_read else 0
-        scheduled.uncached_reason = short(ticket.uncached_reason)
+        scheduled.uncached_reason = shortened(ticket.uncached_reason)
         if num_leased:
             ticket.may_be_leased = True
             with_lease = scheduled if num_leased == num_chunks else None

@@ -25,7 +25,7 @@ from lmcache_client.rpc import service
 from lmcache_client.rpc.errors import SidecarUnavailableError
 from lmcache_client.rpc.hello import ClientHello
 from lmcache_client.rpc.open_copies import OpenCopies
-from lmcache_client.rpc.session import SidecarSession, StoreCopier, short
+from lmcache_client.rpc.session import SidecarSession, StoreCopier
 from lmcache_store.common.timing import TIMING
 from lmcache_store.tiers.memory.mapping import MappedColumn, MappedIndex
 from lmcache_store.tiers.memory.slots import ENTRY_BYTES
@@ -218,7 +218,7 @@ class Attachment:
 
     def _pinned_message(self) -> pb.Pinned:
         self._reported_pins = status = self._pins or PinStatus()
-        return pb.Pinned(**status._asdict() | {"problem": short(status.problem)})
+        return pb.Pinned(**status._asdict() | {"problem": service.shortened(status.problem)})
 
     def _must_report_pins(self) -> bool:
         return self._epoch > 0 and self._pins != self._reported_pins
@@ -238,6 +238,7 @@ def hello_message(hello: ClientHello, client_uuid: bytes) -> pb.Hello:
     fields = asdict(hello)
     groups = [group | {"kind": group["kind"].value} for group in fields.pop("groups")]
     geometry = {name: fields.pop(name) for name in ("chunk_tokens", "num_columns")}
+    texts = {name: service.shortened(fields[name]) for name in ("model", "private_reason")}  # may have paths
     return pb.Hello(
         protocol_version=service.PROTOCOL_VERSION,
         client_version=lmcache_store.__version__,
@@ -245,5 +246,5 @@ def hello_message(hello: ClientHello, client_uuid: bytes) -> pb.Hello:
         pid=os.getpid(),
         uid=os.getuid(),
         geometry=pb.Geometry(groups=groups, **geometry),
-        **fields | {"role": hello.role.value},
+        **fields | texts | {"role": hello.role.value},
     )

@@ -45,6 +45,9 @@ NAME_BYTES, MAX_FIRST_BLOCKS = 8, 63
 
 MAX_REQUEST_ID_BYTES = 256
 
+MAX_TEXT_BYTES = 512
+"""Longest reason or name in a message. The sidecar refuses a message with a longer one."""
+
 MAX_TIMES = 256
 """Largest number of requests whose times one Release reports."""
 
@@ -104,6 +107,11 @@ def pack_slots(slots: Iterable[Slot]) -> bytes:
 def unpack_slots(packed: bytes) -> list[Slot]:
     """Decode the slots of a message, whose length must be a multiple of ``SLOT_BYTES``."""
     return list(map(Slot._make, _SLOT.iter_unpack(packed)))
+
+
+def shortened(text: str) -> str:
+    """Return the beginning of a text that a message can contain."""
+    return text.encode(errors="replace")[:MAX_TEXT_BYTES].decode(errors="ignore")
 
 
 def check_socket_path(path: str) -> None:

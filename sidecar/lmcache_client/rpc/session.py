@@ -30,8 +30,6 @@ _MAX_BLOCKS = service.MAX_MESSAGE_BYTES // 8
 _MAX_RELEASES = 2048
 """Largest number of ids in one message. After a long silence of the sidecar, more releases may be pending."""
 
-_MAX_TEXT_BYTES = 512
-
 _REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -174,7 +172,7 @@ class SidecarSession:
             hint=hint,
             scheduled=scheduled,
             num_handed_over_chunks=num_handed_over,
-            private_reason=short(private_reason),
+            private_reason=service.shortened(private_reason),
         )
         return LookupResult(reply.num_resident, reply.num_leased, reply.num_pending, reply.probing)
 
@@ -320,11 +318,6 @@ def _group_copies(group: int, copies: Sequence[BlockCopy]) -> pb.GroupCopies:
     return pb.GroupCopies(
         group=group, slots=service.pack_slots(copy.slot for copy in copies), blocks=blocks.tobytes()
     )
-
-
-def short(text: str) -> str:
-    """Return the beginning of a text. The sidecar refuses a message with a longer text."""
-    return text.encode(errors="replace")[:_MAX_TEXT_BYTES].decode(errors="ignore")
 
 
 def bounded(request_id: str) -> str:

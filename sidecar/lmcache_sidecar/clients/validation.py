@@ -26,7 +26,6 @@ from lmcache_store.tiers.memory.contracts import Chains, Geometry, Slot
 from lmcache_store.tiers.pages import PAGE_BYTES
 
 _UUID_BYTES = 16
-_MAX_TEXT_BYTES = 512
 MAX_GROUPS = 64
 _MAX_COLUMNS = 1024
 _MAX_CHUNK_BYTES = 1 << 40
@@ -256,7 +255,7 @@ def _check_multiple(name: str, value: bytes, item_bytes: int) -> None:
         raise invalid(f"{name} must have {item_bytes} bytes each, {len(value)} bytes are not a multiple")
 
 
-def check_length(name: str, value: bytes, limit: int = _MAX_TEXT_BYTES) -> None:
+def check_length(name: str, value: bytes, limit: int = service.MAX_TEXT_BYTES) -> None:
     """Raise CallRefusedError if a value is longer than ``limit`` bytes."""
     if len(value) > limit:
         raise invalid(f"{name} has {len(value)} bytes, at most {limit} are allowed")

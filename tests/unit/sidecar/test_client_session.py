@@ -11,11 +11,12 @@ import pytest
 from lmcache_client.cuda.pin_status import PinStatus
 from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_client.rpc import service
-from lmcache_client.rpc.attachment import Attachment
+from lmcache_client.rpc.attachment import Attachment, hello_message
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.errors import EngineCopiesError, SidecarUnavailableError
 from lmcache_client.rpc.open_copies import OpenCopies
 from lmcache_client.rpc.session import BlockCopy, SidecarSession
+from lmcache_sidecar.clients.validation import parse_hello
 from lmcache_store.tiers.memory.contracts import LookupResult, Slot
 from tests.harness.sidecar.wire import make_hello
 
@@ -174,3 +175,11 @@ def test_pins_are_reported_once_the_sidecar_has_answered():
 def test_messages_about_released_extents_keep_their_wire_format():
     released = pb.AttachRequest(extents_released=pb.ExtentsReleased(round=7))
     assert released.SerializeToString() == b"\x22\x02\x08\x07"
+
+
+def test_hello_with_long_texts_is_accepted():
+    """Reasons contain paths. A refused Hello would leave the engine without a cache."""
+    hello = make_hello(model="/models/" + "m" * 600, private_reason="the file " + "ü" * 600)
+    peer = parse_hello(hello_message(hello, b"u" * 16))
+    assert peer.hello.private_reason.startswith("the file ü")
+    assert peer.hello.model.startswith("/models/m")
