@@ -112,9 +112,8 @@ class ExtraKeyFinder:
             try:
                 lora = self._adapter(adapter)
             except (OSError, UnnamedError) as error:
-                raise UnnamedError(
-                    f"adapter {adapter.lora_name:.100} can't be identified: {error}"
-                ) from error
+                message = f"adapter {adapter.lora_name:.100} can't be identified: {error}"
+                raise UnnamedError(message) from error
         named = _embedded_places(request, chunk_tokens)
         for feature in getattr(request, "mm_features", None) or ():
             digest = self._medium(feature)

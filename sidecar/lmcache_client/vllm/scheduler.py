@@ -223,12 +223,7 @@ class VLLMScheduler(SchedulerSide):
         if not hand_over.wants_hand_over(getattr(request, "kv_transfer_params", None)):
             return None
         state = self._states.get(request.request_id)
-        if (
-            state is None
-            or state.has_failed
-            or self._private_reason
-            or state.ticket.namespace != self._namespace
-        ):
+        if state is None or state.has_failed or self._private_reason:
             return None
         num_tokens = state.num_stored_chunks * self._grid.chunk_tokens
         return hand_over.announce(self._namespace, num_tokens) if num_tokens else None
