@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.types import Spec
 from lmcache_operator.contract.base import Observed, Plan, SidecarState
-from lmcache_operator.contract.conditions import Condition, former_conditions
+from lmcache_operator.contract.conditions import Condition, Expected, Trouble, failure_of, former_conditions
 from lmcache_operator.specs import Object, names, stateful
 from lmcache_store.common.text import plain
 
@@ -158,6 +158,34 @@ class PodFeature(Generic[Report]):
     def status_fields(self, observed: Observed, plan: Plan) -> Object:
         """Fields of the cluster's status. Empty values are left out."""
         return {}
+
+
+class HealthReport(NamedTuple):
+    """A sidecar's report on a property that the spec does not set."""
+
+    is_healthy: bool | None = None
+    """Whether the sidecar has no problem; None: the property does not apply, or is unknown."""
+    problem: str = ""
+
+
+class HealthFeature(PodFeature[HealthReport]):
+    """A property that the spec does not set, and that only a condition reports."""
+
+    absent = HealthReport()
+    quoted = ("problem",)
+    success: ClassVar[tuple[Expected, str]]
+    """Reason and message of the condition. The message has a place for the number of pods."""
+    failure: ClassVar[tuple[Trouble, str]]
+    """Reason of the condition, and what is wrong with the pods."""
+
+    def condition(self, observed: Observed, sidecars: Sequence[SidecarState]) -> Condition | None:
+        """Whether no sidecar has the problem; None: the property applies to no sidecar."""
+        reports = [(sidecar.pod, self.report(sidecar)) for sidecar in sidecars]
+        number = sum(report.is_healthy is not None for _, report in reports)
+        failed = [(pod, report.problem) for pod, report in reports if report.is_healthy is False]
+        reason, message = self.success
+        failure = failure_of(*self.failure, failed, number)
+        return failure or (Condition("True", reason, message.format(number)) if number else None)
 
 
 class TierReport(NamedTuple):
