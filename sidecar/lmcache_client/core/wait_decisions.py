@@ -1,10 +1,10 @@
 """Decides in each step which requests wait for rows, instead of computing them.
 
 A request waits for rows that another request of this engine is computing, as long as that request gets steps.
-It waits for no request of lower priority. It also waits for rows that the
-sidecar is promoting, as long as they arrive faster than the engine would compute them (``waiting.RowWait``).
-It also waits for rows that a prefill engine has announced and is still storing. These rows may never arrive.
-So the rows of other requests do not prolong this wait.
+It waits for no request of lower priority. It also waits for rows that the sidecar is promoting, as long as
+they arrive faster than the engine would compute them (``waiting.RowWait``). It also waits for rows that a
+prefill engine has announced and is still storing. These rows may never arrive. So the rows of other requests
+do not prolong this wait.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class ExtraKeyFinder:
         """
         path, number = _folder(adapter), adapter.lora_int_id
         if is_in_place := bool(getattr(adapter, "load_inplace", False)):
-            # Running requests of both adapters may go on with either one, and the engine caches their KV.
+            # Running requests of both adapters may continue with either one, and the engine caches their KV.
             self._replaced |= {number, path, self._folders.get(number, path)}
         self._folders[number] = path
         if path not in self._loads:
