@@ -151,7 +151,7 @@ def test_reset_of_the_engines_own_cache_during_a_store(world, settings):
 
 @needs_manager
 def test_reset_of_the_engines_own_cache_after_new_weights(world):
-    """Until the reset, requests continue old KV in vLLM's own cache, and the connector stores the result."""
+    """Requests continue KV of old weights until the reset. The result is not found after it."""
     settings = SimSettings(has_prefix_caching=True)
     prompt = make_tokens(3 * CHUNK + 5)
     with world.engines(settings) as (engine,):

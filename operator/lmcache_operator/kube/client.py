@@ -19,7 +19,15 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from lmcache_operator import metrics
 from lmcache_operator.errors import RefusedError, UnavailableError
-from lmcache_operator.kube.refusals import error_of, parsed, warning_of, with_field
+from lmcache_operator.kube.refusals import (
+    TooLargeError,
+    bounded,
+    error_of,
+    no_answer,
+    parsed,
+    warning_of,
+    with_field,
+)
 from lmcache_operator.kube.watch import configuration
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import BY_NAME, EVENT, POD, Kind
@@ -204,9 +212,9 @@ class KubeApi:
         pool, url, options = await self._unlimited_get(path)
         try:
             async with asyncio.timeout(seconds), pool.request(method, url, **options, **more) as response:
-                return response.status, await _bounded(response.content, max_bytes), response.headers
+                return response.status, await bounded(response.content, max_bytes), response.headers
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            return 0, _no_answer(error, seconds), CIMultiDictProxy(CIMultiDict())
+            return 0, no_answer(error, seconds), CIMultiDictProxy(CIMultiDict())
 
     @asynccontextmanager
     async def web_socket(
@@ -351,31 +359,11 @@ class KubeApi:
                     raise aiohttp.ClientError(_NOT_SENT)
                 answer = await self._client.call_api(method, url, headers, content, _request_timeout=seconds)
                 async with answer.response as response:
-                    return response.status, await _bounded(response.content, max_bytes)
-        except _TooLargeError:
+                    return response.status, await bounded(response.content, max_bytes)
+        except TooLargeError:
             return _TOO_LARGE, b""
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            return 0, _no_answer(error, seconds)
-
-
-def _no_answer(error: Exception, seconds: float) -> bytes:
-    if isinstance(error, TimeoutError):
-        return f"no answer within {round(seconds, 1):g} s".encode()
-    return f"no answer: {str(error) or type(error).__name__}".encode()
-
-
-class _TooLargeError(OSError):
-    """An answer is larger than its limit."""
-
-
-async def _bounded(content: aiohttp.StreamReader, max_bytes: float) -> bytes:
-    """Read a body. Raises _TooLargeError if it exceeds ``max_bytes``, before all of it is in memory."""
-    body = bytearray()
-    async for part in content.iter_any():
-        body += part
-        if len(body) > max_bytes:
-            raise _TooLargeError(f"the answer is larger than {max_bytes / 2**20:g} MiB")
-    return bytes(body)
+            return 0, no_answer(error, seconds)
 
 
 def _limits_except(pod: Object, init_container: str) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import json
 from http import HTTPStatus
 from typing import Any
 
+import aiohttp
+
 from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError, UnavailableError
 from lmcache_operator.kube.shallow import loads
 from lmcache_operator.specs import Object
@@ -55,3 +57,24 @@ def error_of(what: str, status: int, body: bytes) -> ApiError:
     # For a schema violation, server-side apply answers 500 without a reason.
     is_unavailable = status in _UNAVAILABLE_STATUSES or (status >= 500 and is_explained)
     return (UnavailableError if is_unavailable else RefusedError)(what, message)
+
+
+def no_answer(error: Exception, seconds: float) -> bytes:
+    """The body that stands for a missing answer: its reason."""
+    if isinstance(error, TimeoutError):
+        return f"no answer within {round(seconds, 1):g} s".encode()
+    return f"no answer: {str(error) or type(error).__name__}".encode()
+
+
+class TooLargeError(OSError):
+    """An answer is larger than its limit."""
+
+
+async def bounded(content: aiohttp.StreamReader, max_bytes: float) -> bytes:
+    """Read a body. Raises TooLargeError if it exceeds ``max_bytes``, before all of it is in memory."""
+    body = bytearray()
+    async for part in content.iter_any():
+        body += part
+        if len(body) > max_bytes:
+            raise TooLargeError(f"the answer is larger than {max_bytes / 2**20:g} MiB")
+    return bytes(body)

@@ -207,7 +207,7 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         if self._scheduler is not None:
             self._scheduler.free_blocks = kv_cache_manager.free
             reset = kv_cache_manager.reset_prefix_cache
-            kv_cache_manager.reset_prefix_cache = partial(_reset_own_cache, self._scheduler, reset)
+            kv_cache_manager.reset_prefix_cache = partial(_reset_engine_cache, self._scheduler, reset)
 
     def has_pending_push_work(self) -> bool:
         """Return True while a paused engine must run steps, until its loads have ended."""
@@ -240,10 +240,10 @@ with contextlib.suppress(ValueError):  # a MultiConnector finds its children's s
     )
 
 
-def _reset_own_cache(scheduler: VLLMScheduler, reset: Callable[[], bool]) -> bool:
+def _reset_engine_cache(scheduler: VLLMScheduler, reset: Callable[[], bool]) -> bool:
     is_reset = reset()
     if is_reset:
-        _call(scheduler, "note_own_reset", None)
+        _call(scheduler, "note_engine_reset", None)
     return is_reset
 
 
@@ -289,7 +289,7 @@ def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
     num_drafts = vllm_config.num_speculative_tokens
     scheduler = VLLMScheduler(
         connect,
-        ExtraKeyFinder(lora_config=vllm_config.lora_config),
+        ExtraKeyFinder(lora_config=getattr(vllm_config, "lora_config", None)),
         settings.answer_seconds,
         settings.prefill_tokens_per_second,
         num_blocks=kv_cache_config.num_blocks,

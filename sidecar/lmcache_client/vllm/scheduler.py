@@ -130,7 +130,7 @@ class VLLMScheduler(SchedulerSide):
         self._change, self._has_older_kv = reason, True
         self.reset_cache()
 
-    def note_own_reset(self) -> None:
+    def note_engine_reset(self) -> None:
         """Record that vLLM emptied its own cache: new requests no longer continue KV of older weights."""
         if self._has_older_kv:
             self._has_older_kv = False

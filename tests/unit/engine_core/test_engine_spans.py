@@ -213,7 +213,7 @@ def test_request_that_ends_during_its_load_records_the_load(rig, recorded):
 
 
 def test_request_that_is_forgotten_during_its_load_records_the_load(rig, recorded):
-    """Its adapter was replaced."""
+    """Replacing the adapter of a request forgets it."""
     request = rig.loading(traced(200))
     rig.scheduler.forget(lambda _: True)
     rig.report(received=["r"])

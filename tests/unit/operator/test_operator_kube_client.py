@@ -179,7 +179,7 @@ def test_list_has_all_objects_and_no_large_page(sizes, monkeypatch):
 
 
 @pytest.mark.parametrize(("bound", "value"), [("_LIST_SECONDS", 0.0), ("_PART_BYTES", 1000)])
-def test_list_ends_at_a_bound_of_time_and_of_kept_bytes(bound, value, monkeypatch):
+def test_list_ends_at_a_bound_of_time_and_of_memory(bound, value, monkeypatch):
     """A run that never ends fails the liveness probe of the operator, which serves other namespaces."""
     monkeypatch.setattr(kube_client, bound, value)
     num_pages = 0
