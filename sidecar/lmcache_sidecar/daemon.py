@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import logging
@@ -134,6 +135,8 @@ class Daemon:
             self._started = time.monotonic()
             logger.error("Engines attach again, and all rows in memory are lost: %s", self._reason)
             await sidecar.stop()
+            del sidecar
+            gc.collect()  # cycles keep the lost file mapped, and its successor needs the memory
 
     # ---- starting ----
 
@@ -143,8 +146,8 @@ class Daemon:
             await self._start_sidecar(self._reading.usable())
             await self._listen(config)
         except Exception as error:
-            if not config.stay_up:
-                raise
+            if not config.stay_up and not self.num_lost_arenas:
+                raise  # otherwise a sidecar that served engines tries again: they may still map a lost arena
             await self._stay_up(config, error)
             return False
         self._reason = ""

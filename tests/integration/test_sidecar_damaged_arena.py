@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_store.tiers.memory.layout import HEAD_BYTES, ArenaLayout, Head
 from lmcache_store.tiers.memory.slots import ENTRY, SlotState
-from testing.child_process import REPOSITORY
+from testing.child_process import REPOSITORY, wait_until
 from testing.deadlines import CALLS
 from testing.processes import SidecarProcess
 from tests.harness.engine import assert_stored, check_promoted, load, store
@@ -207,3 +208,28 @@ def test_removed_file_is_replaced_and_rows_on_disk_remain(tmp_path):
         check_promoted(session, 0)
         assert sidecar.stats()["arenas_lost"] == 1
         client.close()
+
+
+def test_sidecar_unmaps_lost_arenas(sidecar, connect):
+    """Their memory would otherwise be missing for their successor, in a volume that has the size of one."""
+    client, session = connect(), None
+    for _ in range(3):
+        session = attached(client, newer_than=session)
+        usable(sidecar)
+        store(session, *range(NUM_ROWS))
+        sidecar.settled()
+        sidecar.arena_path.unlink()
+    attached(client, newer_than=session)
+    assert "(deleted)" not in Path(f"/proc/{sidecar.pid}/maps").read_text()
+
+
+def test_sidecar_tries_again_while_it_cannot_replace_a_lost_arena(sidecar, connect):
+    session = attached(client := connect())
+    sidecar.freeze()
+    sidecar.arena_path.unlink()
+    sidecar.arena_path.mkdir()
+    sidecar.thaw()
+    wait_until(lambda: "tries again" in sidecar.log)
+    assert "Is a directory" in sidecar.stats()["not_ready_reason"]
+    sidecar.arena_path.rmdir()
+    attached(client, newer_than=session)
