@@ -59,6 +59,23 @@ async def test_hits_of_an_outage_leave_no_row_unwritten_after_it(outage):
         await until(lambda: written(world) == set(chain(3)))
 
 
+@in_a_loop
+async def test_outage_of_a_tier_adds_no_touches_in_other_tiers():
+    disk, remote = FakeTier(), FakeTier()
+    async with World(disk=disk, remote=remote) as world:
+        await world.write(chain(3))
+        remote.is_unhealthy = True
+        remote.health.failure("unhealthy")
+        await until(lambda: not world.lower.is_healthy)
+        world.now += REFRESH_SECONDS
+        for _ in range(3):
+            world.lookup(chain(3))
+            await until(lambda: not world.store.pending_work["refresh"])
+        assert disk.touched == dict.fromkeys(chain(3), 1)
+        remote.is_unhealthy = False
+        await until(lambda: world.lower.is_healthy)
+
+
 @run
 async def test_hits_of_all_groups_of_a_request_are_processed(world):
     """The groups are looked up separately under the same lease."""

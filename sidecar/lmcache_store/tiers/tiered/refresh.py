@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from lmcache_store.tiers.base import RowKey
 from lmcache_store.tiers.memory.contracts import Slot
@@ -67,11 +67,6 @@ class RefreshQueue:
     def retry_soon(self, slot: Slot) -> None:
         """Note that a tier lacks a copy of a row: check again at a hit after ``_OFFER_SECONDS``."""
         self._fresh_since[slot.row] = self._clock() - self._seconds + _OFFER_SECONDS
-
-    def retry_all(self, slots: Iterable[Slot]) -> None:
-        """Note that a tier could not be asked for copies of these rows: check again at the next hit."""
-        for slot in slots:
-            self._fresh_since[slot.row] = -math.inf
 
     def write_on_reuse(self, write: Write) -> None:
         """Write the row at its first hit."""

@@ -77,7 +77,7 @@ class TieredStore:
         self._outstanding = Outstanding()  # rows to checksum, and rows to write to each tier
         self._tasks = Tasks()
         self._checksums = Checksums(self.memory)
-        asked = self._residence_seconds, lambda: sum(t.health.num_outages for t in (lower or {}).values())
+        asked = self._residence_seconds, self._count_outages
         self._refresh = RefreshQueue(arena.num_rows, self._write, self._touch, *asked, clock)
         counts, shared = stats or {}, (self.memory, self._labels, self._outstanding, self._refresh)
         self.lower = {
@@ -252,6 +252,9 @@ class TieredStore:
 
     def _residence_seconds(self) -> float:
         return min((worker.residence_seconds for worker in self._written), default=math.inf)
+
+    def _count_outages(self) -> int:
+        return sum(worker.count_outages() for worker in self._written)
 
     # ---- for other pods ----
 

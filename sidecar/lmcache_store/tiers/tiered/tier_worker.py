@@ -69,6 +69,8 @@ class TierWorker(TierOperations):
         self.num_touches = 0  # rows to be touched
         self._memory = memory
         self._num_columns = memory.arena.table.num_columns
+        self._has_missed_touches = False  # since the last outage that is counted
+        self._num_missed_outages = 0
         self._labels = labels
         self._outstanding = outstanding
         self._refresh = refresh
@@ -177,9 +179,9 @@ class TierWorker(TierOperations):
 
     def touch(self, rows: Sequence[tuple[RowKey, Slot]]) -> None:
         """Mark the copies of rows that were hit in memory as recently used, in the background, and write
-        missing copies. While the tier is unhealthy, their next hits do so."""
+        missing copies. While the tier is unhealthy, hits after its outage do so."""
         if not self.is_healthy:
-            self._refresh.retry_all(slot for _, slot in rows)
+            self._has_missed_touches = True
             return
         for first in range(0, len(rows), _MAX_TOUCH):
             part = rows[first : first + _MAX_TOUCH]
@@ -192,11 +194,18 @@ class TierWorker(TierOperations):
         try:
             absent = await self._run(self._writers, lambda: self._tier.touch(keys, self._num_columns))
         except TierUnavailableError:
-            self._refresh.retry_all(slot for _, slot in rows)
+            self._has_missed_touches = True
         for key, slot in rows:
             if key in absent and slot not in self._refused:
                 self.write(Write(slot, self._memory.describe(slot)[1]))
         self.num_touches -= len(rows)
+
+    def count_outages(self) -> int:
+        """Return how many outages ended, with or without an error. Copies may be missing after each."""
+        if self._has_missed_touches and self.is_healthy:
+            self._has_missed_touches = False
+            self._num_missed_outages += 1
+        return self._tier.health.num_outages + self._num_missed_outages
 
     def _enqueue(self, write: Write, *, is_first: bool = False) -> None:
         dropped = self._queue.push(write, self._memory.tenant(write.slot), is_first=is_first)
