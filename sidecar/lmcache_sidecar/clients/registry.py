@@ -67,7 +67,8 @@ class Client:
     attached_at: float = 0.0
     """Time at which the client first attached."""
     has_called: bool = False
-    """Has the client made a call, in any epoch? Until then it holds no slots and no leases."""
+    """Has the client made a call, in any epoch? Until then it holds no slots and no leases. A client of an
+    earlier sidecar may have made one."""
     is_attached: bool = True
     prefill_tokens_per_second: float = 0.0
     """Prefill speed that the engine reported last; 0: not known yet."""
@@ -172,7 +173,7 @@ class Clients:
         self.monitor.forget(peer.uuid)
         self._last_epoch = max(self._last_epoch + 1, time.time_ns())  # no earlier sidecar used it
         attached_at = self._clock() if older is None else older.attached_at
-        has_called = older is not None and older.has_called
+        has_called = older.has_called if older is not None else peer.uuid in self.previous
         client = Client(peer, probe, self._last_epoch, attached_at, has_called)
         self.by_uuid[peer.uuid] = client
         logger.info("Client %s attached, epoch %d: %s", peer.uuid.hex(), client.epoch, peer)

@@ -109,6 +109,15 @@ def test_client_that_made_a_call_keeps_the_format(world, is_reattached):
         world.attach(new_uuid(), **OTHER)
 
 
+def test_client_of_an_earlier_sidecar_keeps_the_format_with_its_rows(world):
+    world.sessions.clients.previous.add(client_uuid := new_uuid())
+    client = world.attach(client_uuid)
+    world.sessions.clients.note_drained(client, pb.Drained(epoch=client.epoch))
+    world.now += 100 * HOLD_SECONDS
+    with pytest.raises(CallRefusedError, match="stop those engines"):
+        world.attach(new_uuid(), **OTHER)
+
+
 # ---- proof of death ----
 
 
