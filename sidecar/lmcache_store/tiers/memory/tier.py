@@ -155,7 +155,10 @@ class MemoryTier(Reservations):
         self._rows.unpin(slot.row)
 
     def payloads(self, slot: Slot) -> list[memoryview]:
-        """Return the payloads of a row's columns, of the lengths in the slot table."""
+        """Return the payloads of a row's columns, of the lengths in the slot table.
+
+        Those of a lost arena may have other lengths."""
+        _ = self.arena.is_lost  # makes the file long enough to read the table
         views = self.views(slot)
         return [view[: self._table.length(slot.row, column)] for column, view in enumerate(views)]
 

@@ -67,4 +67,10 @@ class Checksums:
         await self._workers.close()
 
     async def _digests(self, columns: list[memoryview], tenant: bytes = b"") -> list[bytes]:
-        return await self._workers.run(lambda: list(map(digests, columns)), tenant)
+        def compute() -> list[bytes]:
+            _ = (
+                self._memory.arena.is_lost
+            )  # makes the file long enough: the row may have waited for the thread
+            return list(map(digests, columns))
+
+        return await self._workers.run(compute, tenant)

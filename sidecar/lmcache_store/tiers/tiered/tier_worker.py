@@ -252,9 +252,13 @@ class TierWorker(TierOperations):
                     self._memory.note_verified(slot, is_intact=False)
                     return WriteSkipped.INVALIDATED
             owner = None if bound is None else bound.owner
-            is_stored = await self._run(
-                self._writers, lambda: _store_columns(self._tier, key, columns, label, known, owner), tenant
-            )
+
+            def store() -> bool:  # the row may have waited for the thread
+                return not self._memory.arena.is_lost and _store_columns(
+                    self._tier, key, columns, label, known, owner
+                )
+
+            is_stored = await self._run(self._writers, store, tenant)
         finally:
             self._memory.unpin(slot)
         return None if is_stored else WriteSkipped.REFUSED
