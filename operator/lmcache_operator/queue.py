@@ -1,7 +1,8 @@
 """A queue of keys that loses no wake-up, and never runs two jobs of one key at the same time.
 
-Keys whose version changed run first, because a user is waiting for the result. New keys come next. Otherwise,
-after a restart with a thousand keys, the first keys would run again and again before the last one starts.
+Keys whose version changed run first, because a user is waiting for the result. A key that changes all the time
+does so only once in some seconds, or work of other keys would never run. New keys come next. Otherwise, after a
+restart with a thousand keys, the first keys would run again and again before the last one starts.
 
 Each key has its own lane: a task that waits for a wake-up or a deadline, and then runs the work. Wake-ups in
 a burst, or during a run, cause one more run. The event is cleared before the work observes anything, so a
@@ -16,6 +17,7 @@ import asyncio
 import contextlib
 import enum
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
@@ -31,6 +33,8 @@ BACKOFF = Backoff(0.5, 60.0, jitter=0.5)
 """Delay before failed work is retried."""
 NUM_RESERVED = 4
 """Extra workers for keys whose version changed, so that long or hung work does not delay these keys."""
+_CHANGE_SECONDS = 5.0
+"""Time after the start of a run in which a further change of its key runs like other work."""
 
 
 class _Rank(enum.IntEnum):
@@ -43,6 +47,7 @@ class _Lane:
     started: float | None = None
     """Start time of the present run; None between runs."""
     rank = _Rank.NEW
+    last_started = -math.inf
 
     def __init__(self, version: object) -> None:
         self.wakeup, self.version = asyncio.Event(), version
@@ -93,7 +98,8 @@ class KeyedQueue(Generic[Key]):
             lane.task = asyncio.get_running_loop().create_task(self._serve(key, lane), name=f"lane {key}")
         elif version is not None:
             # The first version of a key is no change: an event of a child may have created the lane before.
-            lane.rank = lane.rank if lane.version is None else _Rank.CHANGED
+            is_due = asyncio.get_running_loop().time() - lane.last_started >= _CHANGE_SECONDS
+            lane.rank = _Rank.CHANGED if is_due and lane.version is not None else lane.rank
             lane.version = version
             self._start_next()
         lane.wakeup.set()
@@ -117,8 +123,10 @@ class KeyedQueue(Generic[Key]):
         delay: float | None = None
         num_failures = 0
         while True:
+            # Python 3.11's `wait_for` may ignore that `close` cancels it while a wake-up arrives.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(lane.wakeup.wait(), delay)
+                async with asyncio.timeout(delay):
+                    await lane.wakeup.wait()
             # Changes of a key arrive in bursts, and one run handles all of them.
             await asyncio.sleep(self._debounce_seconds)
             async with self._turn(lane):
@@ -143,7 +151,8 @@ class KeyedQueue(Generic[Key]):
         self._waiting.append(lane)
         self._start_next()
         await lane.turn  # only `close` cancels this, and it ends all lanes
-        lane.rank, lane.started = _Rank.USUAL, loop.time()
+        lane.rank = _Rank.USUAL
+        lane.started = lane.last_started = loop.time()
         yield
         lane.started = None
         self._num_free += 1

@@ -95,6 +95,33 @@ def test_changed_keys_run_before_new_and_other_keys() -> None:
     assert run(scenario()) == ["a", "b", "c", "new-1", "c", "new-2", "a", "b", "c", "a"]
 
 
+def test_keys_that_change_all_the_time_leave_workers_to_others() -> None:
+    async def scenario() -> int:
+        runs: list[str] = []
+
+        async def work(key: str) -> float:
+            runs.append(key)
+            await asyncio.sleep(0.3)
+            return 1000.0
+
+        queue = KeyedQueue(work, num_workers=2)
+        keys = [f"changing-{number}" for number in range(20)]
+        for key in (*keys, "other"):
+            queue.wake(key, version=0)
+        await asyncio.sleep(10)
+        runs.clear()
+        for version in range(1, 100):
+            for key in keys:
+                queue.wake(key, version)
+            if version == 10:
+                queue.wake("other")  # an event of its child
+            await asyncio.sleep(0.2)
+        await queue.close()
+        return runs.count("other")
+
+    assert run(scenario()) == 1
+
+
 def test_changed_key_does_not_wait_for_hanging_work() -> None:
     async def scenario() -> list[str]:
         starts: list[str] = []
@@ -213,5 +240,23 @@ def test_hanging_work_is_visible_and_can_be_cancelled() -> None:
         await queue.close()
         queue.wake("b")
         assert len(queue) == 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("num_turns", range(5))
+def test_close_ends_keys_that_are_woken_at_that_moment(num_turns: int) -> None:
+    async def scenario() -> None:
+        async def work(_: str) -> float:
+            return 1000.0
+
+        queue = KeyedQueue(work, num_workers=1, debounce_seconds=0)
+        queue.wake("a")
+        await asyncio.sleep(1)
+        queue.wake("a")
+        for _ in range(num_turns):  # of the loop
+            await asyncio.sleep(0)
+        async with asyncio.timeout(10):  # of the simulated clock
+            await queue.close()
 
     run(scenario())
