@@ -211,7 +211,7 @@ def test_removed_file_is_replaced_and_rows_on_disk_remain(tmp_path):
 
 
 def test_sidecar_unmaps_lost_arenas(sidecar, connect):
-    """Their memory would otherwise be missing for their successor, in a volume that has the size of one."""
+    """Memory of a lost arena is missing for its successor, in a volume that has the size of one."""
     client, session = connect(), None
     for _ in range(3):
         session = attached(client, newer_than=session)

@@ -368,6 +368,7 @@ def test_adapter_is_cached_unless_it_was_loaded_in_place(
 def test_reset_forgets_nothing_unless_the_weights_may_have_changed(
     engine: ServedEngine, sidecar: SidecarProcess
 ) -> None:
+    # This test must stay the last one: it changes the weights of the module's engine for good.
     def reason() -> str:
         return str(sidecar.stats()["private_reason"])
 
