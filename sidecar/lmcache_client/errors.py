@@ -11,6 +11,8 @@ the cache, but does not share its KV with other engines. After one for an adapte
 adapter's requests.
 """
 
+import time
+
 
 class EngineError(Exception):
     """Base of all errors of the connectors. The message gives the reason, for a log line."""
@@ -22,3 +24,10 @@ class UnsupportedError(EngineError):
 
 class UnnamedError(EngineError):
     """Weights or an adapter can't be identified by their files. The message is a clause with the reason."""
+
+
+def private_until_restart(event: str) -> str:
+    """Return why other engines can't know whose KV this is, after an event that may change the weights."""
+    return (
+        f"{event} at {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC: private until the engine restarts"
+    )

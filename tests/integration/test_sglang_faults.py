@@ -88,7 +88,16 @@ def test_a_sidecar_that_is_late_or_of_another_release_or_frozen(sglang):
             engine.clear_storage()
     ran = set(trace.read_text().split())
     modules = {name.partition(".")[0] for name in ran}
-    assert modules <= {"adapters", "backend", "blocking", "keys", "page_requests", "requests", "weights"}
+    assert modules <= {
+        "adapters",
+        "backend",
+        "blocking",
+        "errors",
+        "keys",
+        "page_requests",
+        "requests",
+        "weights",
+    }
     called = {name.rpartition(".")[2] for name in ran if name.partition(".")[0] in ("backend", "blocking")}
     assert called <= {"guarded", "clear", "rename", "report", "set_namespace", "_release"}
     assert {"report", "set_namespace"} <= called

@@ -111,13 +111,6 @@ def check_unchanged(path: Path, began: float) -> None:
         raise UnnamedError(f"{path} changed after the engine's start; restart the engine to share its KV")
 
 
-def private_until_restart(event: str) -> str:
-    """Return why other engines can't know whose KV this is, after an event that may change the weights."""
-    return (
-        f"{event} at {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC: private until the engine restarts"
-    )
-
-
 def is_named_by_content(path: Path, content: bytes) -> bool:
     """Return whether a small file is a link to a blob of Hugging Face's cache with this content.
 

@@ -26,8 +26,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from lmcache_client.core.files import private_until_restart
-from lmcache_client.errors import UnsupportedError
+from lmcache_client.errors import UnsupportedError, private_until_restart
 from lmcache_store import keys
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache_client.core.files import private_until_restart
 from lmcache_client.core.grid import BlockTables
 from lmcache_client.core.jobs import StepMeta, WorkerReport
 from lmcache_client.core.scheduler import SchedulerSide
 from lmcache_client.core.tracing import ENGINE_MEMORY
+from lmcache_client.errors import private_until_restart
 from lmcache_client.vllm import hand_over
 from lmcache_client.vllm.extra_keys import ExtraKeyFinder
 from lmcache_store.common.units import ceil_div

@@ -19,7 +19,7 @@ import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
-from lmcache_client.core.files import private_until_restart
+from lmcache_client.errors import private_until_restart
 
 _HARMLESS = {"compute_weight_checksums", "get_model_inspection", "update_max_model_len"}
 _PROCESS = "EngineCore"
