@@ -14,3 +14,6 @@ ENVIRONMENT = {
     "OMP_WAIT_POLICY": "passive",
     "PYTHONHASHSEED": "0",
 }
+
+LOAD_GATE = "LMCACHE_TEST_LOAD_GATE"
+"""Variable with the path of a file. While it exists, loads wait. A process whose load waits writes to it."""

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from testing.engine import kv_digests, simulated_gpu
+from testing.engine.environment import LOAD_GATE
 
 KV_FILE = "kv.jsonl"
-
-LOAD_GATE = "LMCACHE_TEST_LOAD_GATE"
-"""Path of a file. While it exists, loads wait. A process whose load waits writes to it."""
 
 
 # Wait for late stores of blocks that slid out of windows. A busy machine would otherwise miss more.

@@ -303,7 +303,7 @@ def num_refused(sidecar: SidecarProcess, code: str) -> float:
 
 
 def test_client_reports_what_to_upgrade_and_does_not_retry(sidecar, caplog, monkeypatch):
-    misconfigured = SidecarClient(sidecar.socket_path, make_hello(model="m" * 513))
+    misconfigured = SidecarClient(sidecar.socket_path, make_hello(engine_uuid=b"e" * 15))
     monkeypatch.setattr(service, "PROTOCOL_VERSION", service.PROTOCOL_VERSION + 1)
     client = SidecarClient(sidecar.socket_path, make_hello())
     client.start()

@@ -25,8 +25,8 @@ from lmcache_operator.contract.base import Context
 from lmcache_operator.specs.names import STOCK_IMAGES
 from lmcache_store import keys
 from testing.child_process import answers, free_port, wait_until
+from testing.engine.environment import LOAD_GATE
 from testing.engine.process import ServedEngine, patient_config
-from testing.engine.served import LOAD_GATE
 from testing.engine.tiny_adapter import save_adapter
 from testing.otlp import OtlpReceiver, traceparent
 from testing.processes import SidecarProcess
