@@ -29,12 +29,6 @@ class ImageDefaults(Part):
         rules=(_NO_DUPLICATES,),
     )
 
-    @property
-    def of_pod(self) -> dict[str, list[dict[str, str]]]:
-        """The field of a pod's spec; none without Secrets."""
-        names = [{"name": name} for name in self.pull_secrets]
-        return {"imagePullSecrets": names} if names else {}
-
 
 class ImagesStatus(Part):
     """Images of new pods."""

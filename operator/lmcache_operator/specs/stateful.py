@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.tiers import PeerTls, ShardTls
 from lmcache_operator.api.types import Spec
 from lmcache_operator.specs import Object, names
+from lmcache_operator.specs.objects import ContainerSecurity, PodSpec, PodTemplate, Probe, StatefulSetSpec
 
-CONTAINER_SECURITY: Object = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-READ_ONLY_SECURITY = CONTAINER_SECURITY | {"readOnlyRootFilesystem": True}
+CONTAINER_SECURITY: ContainerSecurity = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+READ_ONLY_SECURITY: ContainerSecurity = CONTAINER_SECURITY | {"readOnlyRootFilesystem": True}
 NO_GPUS = {"NVIDIA_VISIBLE_DEVICES": "void"}
 """Variable that hides GPUs from a container. It is explicit, because some images default to all GPUs."""
 SCRAPER_LABEL = "lmcache.io/scraper"
 """A namespace with this label set to "true" may reach metrics ports."""
+
+
+def pod_spec(cluster: Cluster, component: str, **fields: Unpack[PodSpec]) -> PodSpec:
+    """The spec of a component's pods: these fields, and those that all pods of the operator have."""
+    spec: PodSpec = {
+        # The variables of a Service named lmcache... would look like the sidecar's options, LMCACHE_*.
+        "enableServiceLinks": False,
+        "serviceAccountName": names.object_name(cluster.name, component),
+        **fields,
+    }
+    if secrets := cluster.spec.images.pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in secrets]
+    return spec
 
 
 def pod_security(cluster: Cluster, uid: int, **fields: object) -> Object:
@@ -30,7 +46,7 @@ def items(*keys: str) -> list[Object]:
     return [{"key": key, "path": key} for key in keys]
 
 
-def stateful_set(cluster: Cluster, component: str, replicas: int, template: Object) -> Object:
+def stateful_set(cluster: Cluster, component: str, replicas: int, template: PodTemplate) -> StatefulSetSpec:
     """Pods that start in parallel. The operator replaces outdated pods itself, one at a time."""
     return {
         "updateStrategy": {"type": "OnDelete"},
@@ -111,7 +127,7 @@ def certificates(
     return [names.child(cluster, component, "Certificate", spec=spec)]
 
 
-def http_probe(path: str, port: int, *, period: int, failures: int, scheme: str | None = None) -> Object:
+def http_probe(path: str, port: int, *, period: int, failures: int, scheme: str | None = None) -> Probe:
     """A probe of an HTTP server each ``period`` seconds, which fails after ``failures`` failures."""
     request: Object = {"path": path, "port": port} | ({"scheme": scheme} if scheme else {})
     return {"failureThreshold": failures, "httpGet": request, "periodSeconds": period, "timeoutSeconds": 5}

@@ -20,6 +20,7 @@ from lmcache_operator.contract.base import SidecarState
 from lmcache_operator.contract.conditions import Problem, problem_message
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.merge import dig
+from lmcache_operator.specs.objects import PodSpec, Resources
 from lmcache_operator.specs.stateful import NO_GPUS
 
 _OF_NVIDIA = re.compile("nvidia[.]com/")
@@ -56,7 +57,7 @@ def planned_transfer(cluster: Cluster, allow_all_gpus: bool) -> Transfer:
     return Transfer(SHARED_MEMORY, "GPUNotShared", _REMEDY)
 
 
-def engine_resources(cluster: Cluster) -> Object:
+def engine_resources(cluster: Cluster) -> Resources:
     """GPU resources of the engine's container: a claim, a limit, or nothing."""
     gpu = cluster.engine.gpu
     if has_claim(cluster):
@@ -64,7 +65,7 @@ def engine_resources(cluster: Cluster) -> Object:
     return {"limits": {gpu.resource_name: str(gpu.count)}} if gpu.count else {}
 
 
-def pod_claims(cluster: Cluster) -> Object:
+def pod_claims(cluster: Cluster) -> PodSpec:
     """Resource claims in the pod's spec; empty without a claim."""
     if not has_claim(cluster):
         return {}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.components.engine import gpus, template
@@ -25,6 +25,7 @@ from lmcache_operator.components.engine.kinds import kind_of
 from lmcache_operator.pods.resize import MAX_SIZE, SIZE_ARGUMENT, SIZE_FILE, sidecar_memory
 from lmcache_operator.specs import Images, Object, names, paths, stateful
 from lmcache_operator.specs.merge import dig
+from lmcache_operator.specs.objects import EnvVar, PodContainer, PodSpec, PodTemplate, Probe, Resources
 from lmcache_store.common.units import format_mebibytes
 
 # The uid of the stock engine image. Engine and sidecar share it, so one user owns socket, locks and arena.
@@ -34,7 +35,7 @@ _SHUTDOWN_SECONDS = 60
 _WRITE_OUT_SECONDS = 55
 """Time for the engine's processes to exit, and then for the sidecar to write out its queue (20 s)."""
 # A hung container can't shut down cleanly. Without this, the kubelet would grant it the pod's grace period.
-_HUNG = {"terminationGracePeriodSeconds": 10}
+_HUNG: Probe = {"terminationGracePeriodSeconds": 10}
 
 
 class MemorySize(NamedTuple):
@@ -48,7 +49,7 @@ class MemorySize(NamedTuple):
 
 def pod_template(
     cluster: Cluster, images: Images, spec_hash: str, transfer: gpus.Transfer, size: MemorySize
-) -> Object:
+) -> PodTemplate:
     """The pod template of the StatefulSet, with the user's pod settings merged in.
 
     Raises:
@@ -58,12 +59,14 @@ def pod_template(
     if size.max_bytes is not None:
         annotations[names.MEMORY_SIZE] = f"{size.num_bytes}"
     labels = names.labels(cluster, names.ENGINE) | merged(lambda each: each.labels(cluster))
-    metadata = {"annotations": annotations, "labels": labels}
-    base = {"metadata": metadata, "spec": _pod_spec(cluster, images, transfer, size)}
+    base: PodTemplate = {
+        "metadata": {"annotations": annotations, "labels": labels},
+        "spec": _pod_spec(cluster, images, transfer, size),
+    }
     return template.with_template(base, cluster)
 
 
-def _pod_spec(cluster: Cluster, images: Images, transfer: gpus.Transfer, size: MemorySize) -> Object:
+def _pod_spec(cluster: Cluster, images: Images, transfer: gpus.Transfer, size: MemorySize) -> PodSpec:
     sidecar_image = images[names.SIDECAR]
     ending = _ending(cluster)
     volumes = _volumes(cluster, size)
@@ -71,22 +74,20 @@ def _pod_spec(cluster: Cluster, images: Images, transfer: gpus.Transfer, size: M
     sidecar = container(names.SIDECAR, sidecar_image, _sidecar_env(cluster, transfer, size))
     payload = container(names.PAYLOAD, sidecar_image, {})
     engine = container(names.ENGINE, images[names.ENGINE], _engine_env(cluster))
-    spec: Object = {
-        "automountServiceAccountToken": False,
-        "containers": [engine | _engine(cluster, ending, transfer)],
-        # The variables of a Service named lmcache... would look like the sidecar's options, LMCACHE_*.
-        "enableServiceLinks": False,
-        "initContainers": [sidecar | _sidecar(cluster, transfer, size), payload | _payload(cluster)],
-        "securityContext": stateful.pod_security(
+    spec = stateful.pod_spec(
+        cluster,
+        names.ENGINE,
+        automountServiceAccountToken=False,
+        containers=[engine | _engine(cluster, ending, transfer)],
+        initContainers=[sidecar | _sidecar(cluster, transfer, size), payload | _payload(cluster)],
+        securityContext=stateful.pod_security(
             cluster, _UID, fsGroup=_UID, fsGroupChangePolicy="OnRootMismatch"
         ),
-        "serviceAccountName": names.object_name(cluster.name, names.ENGINE),
-        "terminationGracePeriodSeconds": ending.grace,
+        terminationGracePeriodSeconds=ending.grace,
         # A source that the user gives may have a name, too. The operator's name replaces it and stays first.
-        "volumes": [{"name": vol.name} | vol.source | {"name": vol.name} for vol in volumes],
-        **gpus.pod_claims(cluster),
-        **cluster.spec.images.of_pod,
-    }
+        volumes=[{"name": vol.name} | vol.source | {"name": vol.name} for vol in volumes],
+    )
+    spec |= gpus.pod_claims(cluster)
     if (runtime_class := cluster.engine.gpu.runtime_class_name) is not None:
         spec["runtimeClassName"] = runtime_class
     return spec
@@ -128,9 +129,9 @@ def _engine_env(cluster: Cluster) -> dict[str, str]:
     return env
 
 
-def _engine(cluster: Cluster, ending: _Ending, transfer: gpus.Transfer) -> Object:
+def _engine(cluster: Cluster, ending: _Ending, transfer: gpus.Transfer) -> PodContainer:
     """Fields of the engine's container, besides those that all containers have."""
-    kind, engine = kind_of(cluster), dict[str, Any]()
+    kind, engine = kind_of(cluster), PodContainer()
     # With TLS the kubelet must probe over HTTPS. It does not verify the certificate.
     has_tls = kind.option(cluster.engine.args, kind.certificate) is not None
     health = partial(stateful.http_probe, "/health", names.ENGINE_PORT, scheme="HTTPS" if has_tls else None)
@@ -150,7 +151,7 @@ def _engine(cluster: Cluster, ending: _Ending, transfer: gpus.Transfer) -> Objec
     }
 
 
-def _engine_resources(cluster: Cluster) -> Object:
+def _engine_resources(cluster: Cluster) -> Resources:
     """GPUs, and requests of host memory and CPU for each worker.
 
     Without requests the kubelet would evict the engine first, the sidecar would get more CPU than the engine,
@@ -168,30 +169,31 @@ def _sidecar_env(cluster: Cluster, transfer: gpus.Transfer, size: MemorySize) ->
     return env | merged(lambda each: each.env(cluster))
 
 
-def _sidecar(cluster: Cluster, transfer: gpus.Transfer, size: MemorySize) -> Object:
+def _sidecar(cluster: Cluster, transfer: gpus.Transfer, size: MemorySize) -> PodContainer:
     """Fields of the sidecar's container, besides those that all containers have."""
     ports = {"metrics": names.SIDECAR_PORT} | merged(lambda each: each.ports(cluster))
     has_gpus = transfer.mode == gpus.CUDA_IPC
     num_gpus = cluster.engine.gpu.count if has_gpus else 0
     memory = format_mebibytes(sidecar_memory(size.num_bytes, num_gpus))
-    claims = {"claims": [{"name": gpus.CLAIM}]} if has_gpus and gpus.has_claim(cluster) else {}
+    resources: Resources = {
+        "limits": {"memory": memory},
+        # A tenth of an engine's CPU: when CPUs are scarce, requests come before write-through copies.
+        "requests": _unlimited(cluster, names.SIDECAR, {"cpu": "100m"}) | {"memory": memory},
+    }
+    if has_gpus and gpus.has_claim(cluster):
+        resources["claims"] = [{"name": gpus.CLAIM}]
     return {
         # The size is an argument and not a key of the shared file, because each pod has its own size.
         "args": ["serve", f"--config={paths.CONFIG_DIR}/sidecar.yaml", f"{SIZE_ARGUMENT}{size.num_bytes}"],
         "livenessProbe": stateful.http_probe("/healthz", names.SIDECAR_PORT, period=10, failures=6) | _HUNG,
         "ports": [{"containerPort": port, "name": name, "protocol": "TCP"} for name, port in ports.items()],
-        "resources": {
-            "limits": {"memory": memory},
-            # A tenth of an engine's CPU: when CPUs are scarce, requests come before write-through copies.
-            "requests": _unlimited(cluster, names.SIDECAR, {"cpu": "100m"}) | {"memory": memory},
-            **claims,
-        },
+        "resources": resources,
         "restartPolicy": "Always",
         "securityContext": stateful.READ_ONLY_SECURITY,
     }
 
 
-def _payload(cluster: Cluster) -> Object:
+def _payload(cluster: Cluster) -> PodContainer:
     return {
         "command": ["cp", "-r", f"{paths.PAYLOAD_SOURCE}/.", paths.PAYLOAD_DIR],
         "resources": {
@@ -208,9 +210,9 @@ def _unlimited(cluster: Cluster, container: str, requests: dict[str, str]) -> di
     return {name: amount for name, amount in requests.items() if dig(limits, name) is None}
 
 
-def _container(volumes: Sequence[Volume], name: str, image: str, env: dict[str, str]) -> Object:
+def _container(volumes: Sequence[Volume], name: str, image: str, env: dict[str, str]) -> PodContainer:
     mounts = {volume.path: volume.name for volume in volumes if name in volume.users}
-    variables: list[Object] = [{"name": key, "value": env[key]} for key in sorted(env)]
+    variables: list[EnvVar] = [{"name": key, "value": env[key]} for key in sorted(env)]
     if any(POD_NAME in value for value in env.values()):
         # The kubelet only expands variables that precede the value in the list.
         pod_name = {"fieldRef": {"fieldPath": "metadata.name"}}

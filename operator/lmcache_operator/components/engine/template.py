@@ -15,6 +15,7 @@ from lmcache_operator.components.engine.kinds.base import ONE_POD
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.merge import dig, first_difference, merge
+from lmcache_operator.specs.objects import PodContainer, PodTemplate
 
 SHM = "shm"
 """Name of the volume that is mounted as the engine's /dev/shm."""
@@ -57,7 +58,7 @@ def declared_template(cluster: Cluster) -> Object:
     return merged
 
 
-def with_template(base: Object, cluster: Cluster) -> Object:
+def with_template(base: PodTemplate, cluster: Cluster) -> PodTemplate:
     """The rendered template with the user's merged in.
 
     Raises:
@@ -124,10 +125,10 @@ def _check_reserved(part: Object, path: str) -> None:
                 raise InvalidSpecError(path, f"sets {variable} of the container {container}: {why}")
 
 
-def _needed(base: Object) -> Object:
+def _needed(base: PodTemplate) -> Object:
     """The part of the rendered template that a user's template must not change."""
 
-    def strip(container: Object) -> Object:
+    def strip(container: PodContainer) -> Object:
         needed = {key: value for key, value in container.items() if key not in _FREE_TO_CHANGE}
         if container["name"] in (names.ENGINE, names.SIDECAR):
             # The engine needs one GPU per rank, and shares its claim with the sidecar. A sidecar with a lower
@@ -136,7 +137,7 @@ def _needed(base: Object) -> Object:
             needed["resources"] = {key: resources[key] for key in ("claims", "limits") if key in resources}
         return needed
 
-    spec = {key: value for key, value in base["spec"].items() if key not in _FREE_TO_CHANGE}
+    spec: Object = {key: value for key, value in base["spec"].items() if key not in _FREE_TO_CHANGE}
     spec["volumes"] = [volume for volume in spec["volumes"] if volume["name"] != SHM]
     for kind in ("containers", "initContainers"):
         spec[kind] = [strip(container) for container in spec[kind]]

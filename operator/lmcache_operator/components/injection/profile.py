@@ -18,6 +18,7 @@ from lmcache_operator.components.engine.kinds.base import EngineKind
 from lmcache_operator.components.engine.pod import MemorySize, pod_template
 from lmcache_operator.contract.base import Context
 from lmcache_operator.specs import Object, names, paths
+from lmcache_operator.specs.objects import Mount, PodContainer
 
 PREFIX = "lmcache-"
 """Prefix of injected containers and volumes, since a pod may already have a "config" or a "sidecar"."""
@@ -73,7 +74,7 @@ def profile(cluster: Cluster, context: Context) -> Object:
     return {"metadata": {"annotations": annotations}, "spec": spec}
 
 
-def _engine(kind: EngineKind, engine: Object, cluster: Cluster) -> Object:
+def _engine(kind: EngineKind, engine: PodContainer, cluster: Cluster) -> Object:
     """Additions to the container of an engine. ``engine``: the container of the cluster's own pods."""
     env = [variable for variable in engine["env"] if variable["name"] in _ENV]
     env += [{"name": name, "value": value} for name, value in kind.variables.items()]
@@ -85,7 +86,7 @@ def _engine(kind: EngineKind, engine: Object, cluster: Cluster) -> Object:
     }
 
 
-def _init_container(container: Object) -> Object:
+def _init_container(container: PodContainer) -> Object:
     """An injected container, independent of the pod's settings. ``podTemplate`` may have removed fields."""
     resources, security = container.get("resources") or {}, container.get("securityContext") or {}
     renamed: Object = {key: value for key, value in container.items() if key not in _NOT_GIVEN} | {
@@ -104,7 +105,7 @@ def _init_container(container: Object) -> Object:
     return renamed
 
 
-def _mounts(mounts: Iterable[Object]) -> list[Object]:
+def _mounts(mounts: Iterable[Mount]) -> list[Mount]:
     return [mount | {"name": _renamed(mount["name"])} for mount in mounts if mount.get("name")]
 
 

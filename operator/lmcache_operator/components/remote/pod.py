@@ -5,10 +5,14 @@ All sidecars log in as one Redis user. The default user is disabled.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.tiers import ManagedRemote
 from lmcache_operator.specs import Object, names, paths, stateful
 from lmcache_operator.specs.merge import merge
+from lmcache_operator.specs.objects import Mount, PodContainer, PodTemplate, Probe, Resources
 from lmcache_store.common.units import format_mebibytes
 
 _UID = 999
@@ -113,35 +117,39 @@ def settings(managed: ManagedRemote) -> str:
     return "\n".join(f"{name} {value}" for name, value in lines.items())
 
 
-def pod_template(cluster: Cluster, managed: ManagedRemote, image: str, spec_hash: str) -> Object:
+def pod_template(cluster: Cluster, managed: ManagedRemote, image: str, spec_hash: str) -> PodTemplate:
     """The pod template of the StatefulSet."""
-    spec: Object = {
-        "affinity": stateful.spread_over_nodes(names.selector(cluster.name, names.REMOTE)),
-        "automountServiceAccountToken": False,
-        "containers": [_server(managed, image)],
-        "enableServiceLinks": False,
-        "securityContext": stateful.pod_security(cluster, _UID, fsGroup=_UID),
-        "serviceAccountName": names.object_name(cluster.name, names.REMOTE),
-        "terminationGracePeriodSeconds": 10,
-        "volumes": [
-            {"name": "auth", "projected": {"sources": _passwords(cluster)}},
-            {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
-        ],
-        **cluster.spec.images.of_pod,
-    }
+    volumes: list[Object] = [
+        {"name": "auth", "projected": {"sources": _passwords(cluster)}},
+        {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
+    ]
+    mounts: list[Mount] = [
+        {"mountPath": paths.REMOTE_AUTH_DIR, "name": "auth", "readOnly": True},
+        {"mountPath": _RUN_DIR, "name": "run"},
+    ]
     if managed.tls:
         certificate = names.remote_certificate(cluster)
         files = stateful.items("tls.crt", "tls.key", "ca.crt")
-        spec["volumes"].append({"name": _TLS_VOLUME, "secret": {"items": files, "secretName": certificate}})
-        mount = {"mountPath": paths.REMOTE_TLS_DIR, "name": _TLS_VOLUME, "readOnly": True}
-        spec["containers"][0]["volumeMounts"].append(mount)
-    placement = {
-        "nodeSelector": managed.node_selector,
-        "priorityClassName": managed.priority_class_name,
-        "tolerations": managed.tolerations,
-    }
-    metadata = {"annotations": {names.SPEC_HASH: spec_hash}, "labels": names.labels(cluster, names.REMOTE)}
-    return {"metadata": metadata, "spec": spec | {key: value for key, value in placement.items() if value}}
+        volumes.append({"name": _TLS_VOLUME, "secret": {"items": files, "secretName": certificate}})
+        mounts.append({"mountPath": paths.REMOTE_TLS_DIR, "name": _TLS_VOLUME, "readOnly": True})
+    spec = stateful.pod_spec(
+        cluster,
+        names.REMOTE,
+        affinity=stateful.spread_over_nodes(names.selector(cluster.name, names.REMOTE)),
+        automountServiceAccountToken=False,
+        containers=[_server(managed, image, mounts)],
+        securityContext=stateful.pod_security(cluster, _UID, fsGroup=_UID),
+        terminationGracePeriodSeconds=10,
+        volumes=volumes,
+    )
+    if managed.node_selector:
+        spec["nodeSelector"] = managed.node_selector
+    if managed.priority_class_name:
+        spec["priorityClassName"] = managed.priority_class_name
+    if managed.tolerations:
+        spec["tolerations"] = managed.tolerations
+    labels = names.labels(cluster, names.REMOTE)
+    return {"metadata": {"annotations": {names.SPEC_HASH: spec_hash}, "labels": labels}, "spec": spec}
 
 
 def _passwords(cluster: Cluster) -> list[Object]:
@@ -153,14 +161,14 @@ def _passwords(cluster: Cluster) -> list[Object]:
     ]
 
 
-def speaks_tls(pod_or_template: Object) -> bool:
+def speaks_tls(pod_or_template: Mapping[str, Any]) -> bool:
     """Whether the server of a pod, or of a pod template, uses TLS."""
     return any(volume["name"] == _TLS_VOLUME for volume in pod_or_template["spec"].get("volumes") or ())
 
 
-def _server(managed: ManagedRemote, image: str) -> Object:
+def _server(managed: ManagedRemote, image: str, mounts: list[Mount]) -> PodContainer:
     memory = format_mebibytes(managed.shard_bytes)
-    resources: Object = {"limits": {"memory": memory}, "requests": {"memory": memory}}
+    resources: Resources = {"limits": {"memory": memory}, "requests": {"memory": memory}}
     if "cpu" not in (managed.resources.get("limits") or {}):
         resources["requests"]["cpu"] = "500m"
     return {
@@ -175,13 +183,10 @@ def _server(managed: ManagedRemote, image: str) -> Object:
         "resources": merge(resources, managed.resources),
         "securityContext": stateful.READ_ONLY_SECURITY,
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [
-            {"mountPath": paths.REMOTE_AUTH_DIR, "name": "auth", "readOnly": True},
-            {"mountPath": _RUN_DIR, "name": "run"},
-        ],
+        "volumeMounts": mounts,
     }
 
 
-def _probe(*, period: int, failures: int) -> Object:
+def _probe(*, period: int, failures: int) -> Probe:
     ping = {"command": ["sh", "-c", _PING]}
     return {"exec": ping, "failureThreshold": failures, "periodSeconds": period, "timeoutSeconds": 5}

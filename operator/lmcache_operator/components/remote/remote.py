@@ -261,12 +261,13 @@ def _objects(
     number, image = _num_servers(cluster, shards), managed.image or default
     hashed = {key: value for key, value in declared(managed).items() if key not in _NOT_OF_A_POD}
     hashed |= {"image": image, "password": names.created_secret(cluster, names.REMOTE)}
-    hashed |= cluster.spec.images.of_pod
+    if secrets := cluster.spec.images.pull_secrets:
+        hashed["imagePullSecrets"] = [{"name": name} for name in secrets]
     template = pod_template(cluster, managed, image, names.digest(hashed))
     host = names.host(cluster.name, names.REMOTE, cluster.namespace)
     endpoints = [f"{name}-{n}.{host}:{names.REMOTE_PORT}" for n in range(number)]
     # Servers are replaced one at a time, so during a change only some of them use TLS.
-    secure = {n for n in range(number) if speaks_tls(pods.get(n, template))}
+    secure = {n for n in range(number) if speaks_tls(pods.get(n) or template)}
     authority = f"{paths.REMOTE_AUTH_DIR}/{paths.AUTHORITY_FILE}"
     secret = names.remote_certificate(cluster)
     files = {paths.SHARDS_FILE: shards.document(endpoints, secure, authority)}

@@ -6,8 +6,9 @@ from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.router import KV_AWARE, Router
 from lmcache_operator.components.engine.kinds import kind_of
 from lmcache_operator.errors import InvalidSpecError
-from lmcache_operator.specs import Object, names, stateful
+from lmcache_operator.specs import names, stateful
 from lmcache_operator.specs.merge import merge
+from lmcache_operator.specs.objects import PodContainer, PodTemplate, Resources
 
 _UID = 65532
 _DRAIN_SECONDS = 120
@@ -52,28 +53,27 @@ _FAST_CHECKS = ("--health-check-interval-secs=2", "--health-failure-threshold=1"
 dead pod only after minutes."""
 
 
-def pod_template(cluster: Cluster, router: Router, image: str) -> Object:
+def pod_template(cluster: Cluster, router: Router, image: str) -> PodTemplate:
     """The pod template of the Deployment.
 
     Raises:
         InvalidSpecError: an argument of the user is reserved, or the router cannot reach the engines.
     """
-    spec: Object = {
-        "affinity": stateful.spread_over_nodes(names.selector(cluster.name, names.ROUTER)),
+    spec = stateful.pod_spec(
+        cluster,
+        names.ROUTER,
+        affinity=stateful.spread_over_nodes(names.selector(cluster.name, names.ROUTER)),
         # The router lists and watches the pods of its namespace.
-        "automountServiceAccountToken": True,
-        "containers": [_container(cluster, router, image)],
-        "enableServiceLinks": False,
-        "securityContext": stateful.pod_security(cluster, _UID),
-        "serviceAccountName": names.object_name(cluster.name, names.ROUTER),
-        "terminationGracePeriodSeconds": _DRAIN_SECONDS,
-        **cluster.spec.images.of_pod,
-    }
+        automountServiceAccountToken=True,
+        containers=[_container(cluster, router, image)],
+        securityContext=stateful.pod_security(cluster, _UID),
+        terminationGracePeriodSeconds=_DRAIN_SECONDS,
+    )
     return {"metadata": {"labels": names.labels(cluster, names.ROUTER)}, "spec": spec}
 
 
-def _container(cluster: Cluster, router: Router, image: str) -> Object:
-    resources: Object = {"limits": {"memory": "2Gi"}, "requests": {"cpu": "500m", "memory": "512Mi"}}
+def _container(cluster: Cluster, router: Router, image: str) -> PodContainer:
+    resources: Resources = {"limits": {"memory": "2Gi"}, "requests": {"cpu": "500m", "memory": "512Mi"}}
     return {
         "args": _args(cluster, router),
         "image": image,
