@@ -31,8 +31,8 @@ TOP_PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"
 BRANCH = "main"
 SEARCH_BOOSTS = {"get-started": 3, "how-to": 4, "concepts": 2, "operations": 3, "runbooks": 1.5, "adr": 0.5}
 """How much more a folder's pages count in the search: steps come before reasons."""
-_NOT_RUN = re.compile(r"^ *<!-- not run: .* -->\n", re.MULTILINE)
-"""Says why the tests do not run the commands below (``tests/harness/fences.py``)."""
+_REASONS = re.compile(r"^ *<!-- not (run|compared): .* -->\n", re.MULTILINE)
+"""Comments that say why the tests skip the commands or the output below (``tests/harness/fences.py``)."""
 _CODE_OR_LINK = re.compile(
     r"(?P<code>^[ \t]*(?P<fence>```+|~~~+).*?^[ \t]*(?P=fence)[ \t]*$|(?P<ticks>`+)[^\n]*?(?P=ticks))"
     r"|(?<=\]\()(?P<target>[^()\s#]+)(?P<anchor>#[^()\s]*)?(?=\))",
@@ -67,7 +67,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         page.meta["hide"] = ["navigation"]
     page.meta["search"] = {"boost": SEARCH_BOOSTS.get(posixpath.dirname(page.file.src_uri), 1)}
     pages = {file.src_uri for file in files}
-    text = with_site_links(_NOT_RUN.sub("", markdown), page.file.src_uri, pages, config.repo_url or "")
+    text = with_site_links(_REASONS.sub("", markdown), page.file.src_uri, pages, config.repo_url or "")
     return with_markdown_lists(text)
 
 

@@ -18,7 +18,7 @@ from typing import Any, Self
 import yaml
 
 from testing.child_process import REPOSITORY, SOURCES
-from tests.harness.fences import Fence
+from tests.harness.fences import Fence, difference
 from tools.resource_docs import CONDITIONS
 
 STAND_INS = {
@@ -89,7 +89,10 @@ class Terminal:
             self._send(f"{name}() {{ {body}; }}")
 
     def run(self, fence: Fence) -> str:
-        """Run one fence; returns its output. Raises AssertionError with the output if a command fails."""
+        """Run one fence; returns its output.
+
+        Raises AssertionError with the output if a command fails, or if the page shows another output.
+        """
         script = self.temporary / "fence.sh"
         script.write_text(self.translated(fence.text))
         self._send(f". {script}; echo; echo '{_END}'")
@@ -100,7 +103,11 @@ class Terminal:
         watchdog.join()
         assert output.endswith(f"{_END}\n"), f"{fence} failed:\n{script.read_text()}\n{output}"
         assert "unknown field" not in output, f"{fence}:\n{output}"  # `kubectl patch` only warns
-        return output.removesuffix(f"{_END}\n")
+        printed = output.removesuffix(f"{_END}\n")
+        if fence.output and not fence.output.reason:
+            differs = difference(self.translated(fence.output.text), printed)
+            assert not differs, f"{fence} prints another output than the page shows:\n{differs}"
+        return printed
 
     def translated(self, text: str) -> str:
         """The text with `words` replaced, and files of /tmp in a folder of the test."""
