@@ -1,11 +1,12 @@
 """Hook of MkDocs that adapts the documents of the repository to the site (``mkdocs.yml``).
 
-The documents are written for GitHub. The hook makes three things work on the site, too:
+The documents are written for GitHub. The hook makes four things work on the site, too:
 
 - **Pages at the top of the repository** (``TOP_PAGES``) appear on the site. Links between them and ``docs/``
   stay valid.
 - **Links to other files of the repository**, such as ``../../examples/cpu.yaml``, lead to its web page.
 - **Lists** of GitHub's Markdown need neither a blank line before them nor an indentation of four spaces.
+- **Boxes** of GitHub's Markdown (``> [!NOTE]``, ``> [!TIP]`` and ``> [!WARNING]``) become those of the theme.
 
 A ``*.md`` in the navigation stands for the pages of its folder that the navigation does not name.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +41,9 @@ _CODE_OR_LINK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _FENCE = re.compile(r"^\s*(```+|~~~+)")
+_BOX = re.compile(
+    r"^(?P<indent> *)> \[!(?P<kind>\w+)\]\n(?P<text>(?:(?P=indent)>.*(?:\n|\Z))+)", re.MULTILINE
+)
 _ITEM = re.compile(r"^( *)([-*+]|\d+[.)])( +)(?=\S)")
 
 
@@ -68,7 +73,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     page.meta["search"] = {"boost": SEARCH_BOOSTS.get(posixpath.dirname(page.file.src_uri), 1)}
     pages = {file.src_uri for file in files}
     text = with_site_links(_REASONS.sub("", markdown), page.file.src_uri, pages, config.repo_url or "")
-    return with_markdown_lists(text)
+    return with_boxes(with_markdown_lists(text))
 
 
 # -- navigation
@@ -126,6 +131,19 @@ def with_site_links(markdown: str, page: str, pages: set[str], repository: str) 
         return f"{repository.rstrip('/')}/{kind}/{BRANCH}/{path}{anchor}"
 
     return _CODE_OR_LINK.sub(replaced, markdown)
+
+
+# -- boxes
+def with_boxes(markdown: str) -> str:
+    """Convert the boxes of GitHub's Markdown to admonitions of Python-Markdown."""
+
+    def replaced(match: re.Match[str]) -> str:
+        text = with_markdown_lists(re.sub(r"^ *> ?", "", match["text"], flags=re.MULTILINE))
+        return textwrap.indent(
+            f"!!! {match['kind'].lower()}\n\n{textwrap.indent(text, ' ' * 4)}\n", match["indent"]
+        )
+
+    return _BOX.sub(replaced, markdown)
 
 
 # -- lists

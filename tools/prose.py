@@ -2,7 +2,7 @@
 
 ``python -m tools.prose [FILE...]`` prints the problems. ``--long`` also prints the longest sentences.
 Code blocks and drawings are skipped. A list item ends a sentence. Headings and table cells are checked for
-clipped words only.
+clipped words only. Boxes (``> [!NOTE]``) are checked as other text.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ ALLOWED = frozenset[tuple[str, str]]()
 """Pairs of a file name and a clipped word that this file may use."""
 _FENCE = re.compile(r"^\s*(```|~~~)")
 _BULLET = re.compile(r"^\s*(?:[-*+]|\d+[.)])\s+")
+_BOX = re.compile(r"^\s*> ?(?:\[!\w+\])?")
 _ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|cf|vs|etc)\.")
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_]*[A-Z0-9`\[])")
 
@@ -52,6 +53,7 @@ def paragraphs(text: str) -> Iterator[str]:
     lines: list[str] = []
     is_code = False
     for line in [*text.splitlines(), ""]:
+        line = _BOX.sub("", line)
         if _FENCE.match(line):
             is_code = not is_code
             line = ""
