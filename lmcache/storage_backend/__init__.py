@@ -1,4 +1,8 @@
-"""The library's storage backends: thin adapters between torch tensors and the storage core."""
+"""The library's storage backends: thin adapters between torch tensors and the storage core.
+
+``mem_pool`` has the memory for chunks, and ``evictor`` chooses the chunks to remove. For remote stores,
+``connector`` selects the client by URL, and ``serde`` converts tensors to bytes and back.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,17 @@
 """The LMCache Cluster operator: turns LMCacheClusters into running, healthy engine pods.
 
-``app`` watches objects and wakes the ``queue`` of clusters, ``election`` chooses one of several operators,
-and ``reconcile`` handles one cluster. ``components`` renders its objects. ``stats`` asks sidecars, ``kube``
-is the client of the API server. ``manifests`` renders files without a cluster.
+``api`` is the resource. ``app`` watches objects and wakes the ``queue`` of clusters, ``election`` chooses one
+of several operators, and ``reconcile`` handles one cluster. ``components`` renders its objects by the
+``contract`` of a component, ``specs`` has names and merges, and ``pods`` plans the steps of pods.
+``autoscaling`` collects samples of lookups, from which ``policy`` chooses sizes. ``stats`` asks sidecars,
+``kube`` is the client of the API server, and ``manifests`` renders files without a cluster.
+
+Users can rely on these promises:
+
+- If several operators run, only the holder of the Lease writes (ADR 27).
+- The operator writes nothing for an unchanged cluster, nor after its own restart.
+- The answers of sidecars change the status, and sizes within the declared bounds, but nothing else.
+- Cached data survives any failure of the operator, and objects can be deleted while it is down.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The client in engines: connectors of vLLM and SGLang, their common core, the wire and the CUDA driver.
 
-The sidecar uses the wire's messages and the driver, too.
+``vllm`` and ``sglang`` are the connectors, on the engine-neutral ``core``. ``rpc`` is the wire to the
+sidecar, and ``cuda`` calls the CUDA driver. The sidecar uses the wire's messages and the driver, too.
 """
 
 import sys

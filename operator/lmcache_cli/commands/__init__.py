@@ -1,7 +1,8 @@
 """The commands for users, also as ``kubectl lmcache``: they read a cluster and change nothing in it.
 
 ``connection`` connects to the API server, ``gather`` collects what a command shows, and ``printing`` prints
-it. Each module named in `COMMANDS` is one command. Its views are pure functions of what was gathered.
+it. Each module named in `COMMANDS` is one command, such as ``doctor``. Its views are pure functions of what
+was gathered.
 """
 
 from __future__ import annotations

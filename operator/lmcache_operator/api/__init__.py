@@ -4,6 +4,9 @@
 ``clients`` and ``images`` are parts of it. ``fields`` declares a field, ``crd`` writes the definitions, and
 ``parse`` turns an object into a `Cluster`. ``engine_kinds`` lists the engines with versions, images and
 rules. ``documents`` reads YAML as kubectl reads it.
+
+The API server refuses each mistake that the rules of the CRD can check. Each other mistake becomes a
+condition that names the remedy.
 """
 
 from __future__ import annotations

@@ -5,4 +5,13 @@ Scheduler side: ``scheduler``, with ``requests``, ``lookups``, ``hits``, ``wait_
 (``copier``) and GPUs (``cuda_copier``). Both sides: ``grid`` (arithmetic of tokens, chunks and blocks),
 ``jobs`` (messages between the sides), ``files`` (identity of the weights). Figures: ``times`` and
 ``timed_requests``, and spans in ``tracing`` (hooks that do nothing), ``tracer_choice`` and ``spans``.
+``paged`` is for engines that load and store whole pages.
+
+Engines can rely on these promises:
+
+- Hooks never raise, and each of their waits has a limit (``lmcache_store.common.timing``). A fault takes the
+  connector offline, and the engine computes.
+- The connector reports blocks as loaded only when their bytes are right.
+- The engine gets its blocks back when no copy reads them any more, or at a deadline. A copy that ends after
+  its deadline is never committed.
 """

@@ -1,25 +1,32 @@
-"""The table of ARCHITECTURE.md names folders that exist, and each package."""
+"""ARCHITECTURE.md has a row for each package, and the docstring of each package names its folders."""
 
+import ast
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
-TABLE = TEXT[TEXT.index("## Where to find what") : TEXT.index("## Rules that hold everywhere")]
-ROWS = [line.split("|")[1].strip(" `/") for line in TABLE.splitlines() if line.startswith("| `")]
-PACKAGES = [
-    str(file.parent.relative_to(ROOT))
+TABLE = TEXT[TEXT.index("## The packages") : TEXT.index("## Rules that hold everywhere")]
+FOLDERS = sorted(
+    file.parent
     for folder in ("lmcache", "operator", "sidecar")
-    for file in [*(ROOT / folder).glob("__init__.py"), *(ROOT / folder).glob("lmcache_*/__init__.py")]
-]
+    for file in (ROOT / folder).rglob("__init__.py")
+)
+PACKAGES = [folder for folder in FOLDERS if folder.parent not in FOLDERS]
 
 
-@pytest.mark.parametrize("folder", ROWS)
-def test_rows_of_the_table_are_folders(folder: str) -> None:
-    assert (ROOT / folder).is_dir()
+def relative(folder: Path) -> str:
+    return str(folder.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_each_package_has_a_row(package: str) -> None:
-    assert any(f"{row}/".startswith(f"{package}/") for row in ROWS)
+@pytest.mark.parametrize("package", PACKAGES, ids=relative)
+def test_each_package_has_a_row(package: Path) -> None:
+    assert f"| [`{package.name}`]({relative(package)}/__init__.py) |" in TABLE
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=relative)
+def test_docstrings_of_packages_name_their_folders(folder: Path) -> None:
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    children = [child.name for child in FOLDERS if child.parent == folder]
+    assert [name for name in children if f"``{name}``" not in docstring] == []
