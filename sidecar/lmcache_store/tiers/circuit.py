@@ -47,7 +47,7 @@ class Circuit(MediumHealth):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
-        self._name = name
+        self.name = name
         self._probe = probe
         self._backoff = Backoff(base, cap)
         self._clock = clock
@@ -84,7 +84,7 @@ class Circuit(MediumHealth):
     def check(self) -> None:
         """Raise TierUnavailableError while the circuit is open."""
         if self.is_open:
-            raise TierUnavailableError(f"{self._name} is unavailable")
+            raise TierUnavailableError(f"{self.name} is unavailable")
 
     def success(self) -> None:
         """Record a successful operation: reset the count of failures, and close the circuit."""
@@ -102,7 +102,7 @@ class Circuit(MediumHealth):
             self._log(str(problem))
         self._open()
         self.notify(True)
-        return TierUnavailableError(f"{self._name}: {problem}")
+        return TierUnavailableError(f"{self.name}: {problem}")
 
     def restarted(self) -> None:
         """Record that the medium was restarted: stored objects may be lost."""
@@ -138,7 +138,7 @@ class Circuit(MediumHealth):
                 return
             self._next_probe = self._clock() + self._backoff.seconds(self._failures)
             if self._prober is None:
-                prober = threading.Thread(target=self._keep_probing, name=f"probe {self._name}", daemon=True)
+                prober = threading.Thread(target=self._keep_probing, name=f"probe {self.name}", daemon=True)
                 try:
                     prober.start()
                     self._prober = prober
@@ -151,7 +151,7 @@ class Circuit(MediumHealth):
             self._num_outages += was_open
         if was_open:
             level = logging.INFO if self._is_recovery_due else logging.DEBUG
-            logger.log(level, "%s is available again", self._name)
+            logger.log(level, "%s is available again", self.name)
             self._is_recovery_due = False
             self.notify(False)
 
@@ -172,10 +172,10 @@ class Circuit(MediumHealth):
             if not is_quiet:
                 self._logged[problem], self._is_recovery_due = now, True
         if is_quiet:
-            logger.debug("%s: %s", self._name, problem)
+            logger.debug("%s: %s", self.name, problem)
         else:
             level = logging.ERROR if bug else logging.WARNING
-            logger.log(level, "%s: %s", self._name, problem, exc_info=bug)
+            logger.log(level, "%s: %s", self.name, problem, exc_info=bug)
 
 
 class JointHealth(MediumHealth):
@@ -197,5 +197,5 @@ class JointHealth(MediumHealth):
 
     @property
     def problem(self) -> str:
-        """Problem of the first server that has one; see Health."""
-        return next((circuit.problem for circuit in self._circuits() if circuit.problem), "")
+        """Problem of the first server that has one, after the name of the server; see Health."""
+        return next((f"{each.name}: {each.problem}" for each in self._circuits() if each.problem), "")

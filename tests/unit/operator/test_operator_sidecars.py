@@ -135,6 +135,28 @@ def test_part_that_fails_degrades_a_cluster_that_serves(kind):
 
 
 @pytest.mark.parametrize(
+    ("host", "remedy"),
+    [
+        ("kvv.cache.svc", ": kubectl get service -n cache lists the Services"),
+        ("kvv", ": kubectl get service -n team lists the Services"),
+        ("kvv.cache.example.com", ""),
+        (None, None),
+    ],
+)
+def test_host_without_an_address_is_named(host: str | None, remedy: str | None) -> None:
+    """A managed tier has no address until its first pod runs, so that its user need not check the host."""
+    why = f"remote tier {host or 'demo-remote.team.svc'}:6379: cannot resolve the host: unknown"
+    rig = Rig(GOOD | {"remote": {"is_reachable": False, "off_reason": why}})
+    rig.world.change(
+        tiers={"remote": {"external": {"url": f"redis://{host}:6379"}} if host else {"managed": {}}}
+    )
+    _, _, message = rig.polled("RemoteTierReachable")
+    sentences = [f"First: pod demo-engine-0: {why}."]
+    sentences += [f"Check the host in spec.tiers.remote.external.url{remedy}."] if host else []
+    assert message.endswith(f"the remote tier. {' '.join(sentences)}")
+
+
+@pytest.mark.parametrize(
     "transfer",
     ["x", {"pinned_bytes": 5}, {"pinned_bytes": {"engine": "x"}}, {"pinned_bytes": {"engine": -1}},
      {"pin_problem": ["x"]}],

@@ -2,6 +2,7 @@
 
 import binascii
 import contextlib
+import re
 import socket
 import threading
 from collections import Counter
@@ -270,6 +271,21 @@ def test_hung_resolver_costs_a_timeout_and_a_single_thread(monkeypatch):
     remote.close()
     may_answer.set()
     wait_until(lambda: not stream._resolving)
+
+
+@pytest.mark.parametrize(
+    ("host", "problem"),
+    [
+        ("no-such-host.invalid", "cannot resolve the host: "),
+        ("127.0.0.1", r"\[Errno 111\] Connection refused \(127\.0\.0\.1\)"),
+    ],
+)
+def test_problem_names_the_server(host: str, problem: str) -> None:
+    with contextlib.closing(RemoteTier(Address.parse(f"redis://user:secret@{host}:1"))) as remote:
+        with pytest.raises(TierUnavailableError):
+            num_leading(remote, KEYS[:1], 1)
+        assert re.match(f"remote tier {host}:1: {problem}", remote.health.problem)
+        assert "secret" not in remote.health.problem
 
 
 def test_connects_to_the_next_address_of_a_name(monkeypatch):

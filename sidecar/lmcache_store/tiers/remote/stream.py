@@ -87,8 +87,10 @@ def _connect_to_host(endpoint: Endpoint, timeout_seconds: float) -> socket.socke
             raise TimeoutError(f"no connection within {timeout_seconds} s")
         try:
             return _connect(family, address, left)
+        except TimeoutError:
+            problem = TimeoutError(f"no connection to {address[0]} within {timeout_seconds} s")
         except OSError as error:
-            problem = error
+            problem = OSError(error.errno, f"{error.strerror} ({address[0]})")
     raise problem
 
 
@@ -106,6 +108,8 @@ def _resolve(endpoint: Endpoint, timeout_seconds: float) -> _Addresses:
             _resolving[endpoint] = lookup
     try:
         return lookup.result(timeout_seconds)
+    except socket.gaierror as error:  # its number has another meaning in each C library
+        raise ConnectionError(f"cannot resolve the host: {error.strerror}") from None
     except NotYet:
         raise TimeoutError(f"the name {endpoint.host} was not resolved within {timeout_seconds} s") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from lmcache_operator.api.parse import Cluster
@@ -14,6 +15,9 @@ from lmcache_operator.components.engine.features.base import (
 from lmcache_operator.contract.base import Observed, SidecarState
 from lmcache_operator.contract.conditions import Condition, failure_of
 from lmcache_operator.specs import Object, names, paths, stateful
+from lmcache_operator.specs.merge import dig
+
+_UNRESOLVED = re.compile("([a-zA-Z0-9.-]+):[0-9]+: cannot resolve the host")
 
 
 class RemoteFeature(LowerTierFeature):
@@ -78,9 +82,23 @@ class RemoteFeature(LowerTierFeature):
     def condition(self, observed: Observed, sidecars: Sequence[SidecarState]) -> Condition | None:
         """Whether all sidecars reach the remote tier; None: no sidecar has one."""
         number, total = sum(map(self.is_present, sidecars)), len(sidecars)
-        problem = "sidecars cannot reach the remote tier"
-        if failure := failure_of("RemoteTierUnreachable", problem, self.lost(sidecars), total):
+        problem, lost = "sidecars cannot reach the remote tier", self.lost(sidecars)
+        remedy = _remedy(observed.resource, lost[0][1]) if lost else ""
+        if failure := failure_of("RemoteTierUnreachable", problem, lost, total, remedy):
             return failure
         count = f"{number} of" if number < total else "All"
         message = f"{count} {total} sidecars can reach the remote tier."
         return Condition("True", "Reachable", message) if number else None
+
+
+def _remedy(resource: Object, problem: str) -> str:
+    """What to do about the host of an external tier that has no address; empty for other problems."""
+    host = _UNRESOLVED.search(problem)
+    if host is None or dig(resource, "spec", "tiers", "remote", "external") is None:
+        return ""
+    _, *domain = host[1].split(".")
+    remedy = "Check the host in spec.tiers.remote.external.url"
+    if domain[1:2] not in ([], ["svc"]):
+        return remedy
+    namespace = domain[0] if domain else resource["metadata"]["namespace"]
+    return f"{remedy}: kubectl get service -n {namespace} lists the Services"
