@@ -92,7 +92,7 @@ class RemoteFeature(LowerTierFeature):
 
 
 def _remedy(resource: Object, problem: str) -> str:
-    """What to do about the host of an external tier that has no address; empty for other problems."""
+    """Remedy for a host of an external tier that has no address; empty for other problems."""
     host = _UNRESOLVED.search(problem)
     if host is None or dig(resource, "spec", "tiers", "remote", "external") is None:
         return ""
