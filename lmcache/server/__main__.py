@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 from lmcache.protocol import MAX_LENGTH
 from lmcache.server.server import LMCacheServer
+from lmcache_store.common.options import Parser, describe
 from lmcache_store.tiers.errors import TierError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the server until SIGTERM or SIGINT. If it can't start, exit with an error message."""
-    options = _parse(arguments)
+    options = _parser().parse_args(arguments)
     try:
         server = LMCacheServer(
             options.host,
@@ -53,8 +54,9 @@ def _stop_at_signals(server: LMCacheServer) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("lmcache_server", description="Store KV chunks for engines (lm://).")
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser("lmcache_server")
+    describe(parser, "Store KV chunks for engines (lm://).", "", "127.0.0.1 65432", "127.0.0.1 65432 /var/kv")
     add = parser.add_argument
     add("host", help="address to listen on; use a private one, because there is no authentication")
     add("port", type=int, help="port to listen on; 0 chooses a free one")
@@ -69,7 +71,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--max-clients", type=int, default=256, help="largest number of connections (default: 256)")
     add("--timeout-seconds", type=float, default=30, help="per message, plus 1 s per MiB (default: 30)")
     add("--idle-seconds", type=float, default=600, help="disconnect clients idle for so long (default: 600)")
-    return parser.parse_args(arguments)
+    return parser
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from importlib import import_module
 
 from lmcache_cli.commands import COMMANDS
 from lmcache_operator import __version__, manifests
+from lmcache_store.common.options import Parser, describe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     about = "Answers questions about LMCacheClusters, and prints the objects that they become."
-    parser = argparse.ArgumentParser(prog="kubectl lmcache", description=about)
+    parser = Parser(prog="kubectl lmcache")
+    describe(parser, about, "", "status", "doctor -n team")
     parser.add_argument("--version", action="version", version=f"kubectl-lmcache {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, about in COMMANDS.items():

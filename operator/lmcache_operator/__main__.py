@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from lmcache_operator import __version__, manifests
 from lmcache_operator.errors import LeaseLostError
 from lmcache_store.common.logs import set_up
+from lmcache_store.common.options import Parser, describe
 
 _EXIT_USAGE, _EXIT_LEASE_LOST = 2, 3
 
@@ -28,12 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     about = "Runs the engine pods and KV caches that LMCacheCluster objects declare."
-    parser = argparse.ArgumentParser(prog="lmcache-operator", description=about)
+    parser = Parser(prog="lmcache-operator")
+    describe(parser, about, "", "run --namespace team", "render -f cluster.yaml")
     parser.add_argument("--version", action="version", version=f"lmcache-operator {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     rendering = manifests.rendering_options()
     about = "watch a Kubernetes cluster and reconcile its LMCacheClusters"
     run = commands.add_parser("run", parents=[rendering], help=about)
+    describe(run, about, "", "--namespace team --kubeconfig ~/.kube/config")
     run.set_defaults(command=_run)
     about = "watch only this namespace; may be repeated (default: all namespaces)"
     run.add_argument("--namespace", action="append", default=[], metavar="NAME", help=about)

@@ -24,9 +24,10 @@ from lmcache_operator.errors import FileError, InvalidSpecError
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.cluster_refs import with_lenders
 from lmcache_operator.specs.names import ENGINE, ROUTER_IMAGE, SHARD_IMAGE, SIDECAR, STOCK_IMAGES
+from lmcache_store.common.options import Parser, describe
 
 if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    Commands = argparse._SubParsersAction[Parser]
 
 _EXIT_USAGE = 2
 _OTHER_IMAGES = (
@@ -59,9 +60,9 @@ def read_objects(path: Path) -> list[Any]:
     return load(sys.stdin.read() if str(path) == "-" else path.read_text())
 
 
-def rendering_options() -> argparse.ArgumentParser:
+def rendering_options() -> Parser:
     """Return the options that decide how objects are rendered, as a parent of other parsers."""
-    rendering = argparse.ArgumentParser(add_help=False)
+    rendering = Parser(add_help=False)
     for name, image in STOCK_IMAGES.items():
         about = f"default image of the {name} container (default: %(default)s)"
         rendering.add_argument(f"--{name}-image", metavar="IMAGE", default=image, help=about)
@@ -79,16 +80,18 @@ def rendering_options() -> argparse.ArgumentParser:
     return rendering
 
 
-def add_commands(commands: Commands, rendering: argparse.ArgumentParser) -> None:
+def add_commands(commands: Commands, rendering: Parser) -> None:
     """Add the commands ``render`` and ``inject``. ``rendering``: see ``rendering_options``."""
     about = "print the objects that `run` would apply; needs no Kubernetes cluster"
     render = commands.add_parser("render", parents=[rendering], help=about)
+    describe(render, about, "", "-f cluster.yaml")
     render.set_defaults(command=_print, objects=_render)
     about = "YAML file with LMCacheClusters; - for standard input"
     render.add_argument("-f", "--filename", type=Path, required=True, metavar="FILE", help=about)
 
     about = "inject the cache into Deployments and similar objects; needs no Kubernetes cluster"
     inject = commands.add_parser("inject", parents=[rendering], help=about)
+    describe(inject, about, "", "-f deployment.yaml --cluster cluster.yaml | kubectl apply -f -")
     inject.set_defaults(command=_print, objects=_inject)
     about = "YAML file with Deployments or similar objects; - for standard input"
     inject.add_argument("-f", "--filename", type=Path, required=True, metavar="FILE", help=about)

@@ -17,7 +17,7 @@ from lmcache_sidecar.commands import explain as explain
 from lmcache_sidecar.config import ConfigError, ConfigReading
 from lmcache_sidecar.files.tenants import print_salt_hash
 from lmcache_store.common.logs import FloodFilter, set_up
-from lmcache_store.common.options import describe
+from lmcache_store.common.options import Parser, about_unknown, describe
 
 _PR_SET_PDEATHSIG = 1
 _SERVE = """\
@@ -30,32 +30,32 @@ Each option comes from the first of these sources that has it: its flag, the env
 _EXIT = """\
 exit status: 0 after SIGTERM or SIGINT; 2 if the sidecar can't run, with one line that gives the reason. With
 --stay-up true, a sidecar that can't run does not exit.
-
-example: lmcache-sidecar serve --memory-size 64Gi --remote-url redis://kv-remote:6379/0
+"""
+_EXAMPLE = "--memory-size 64Gi --remote-url redis://kv-remote:6379/0"
+_SALT = """\
+Read a cache salt from standard input, and print its saltHash for --tenants-file. One newline at the end is
+ignored.
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Parser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}: see {self.prog} --help")
+        raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
 def _parser(command: str = "") -> argparse.ArgumentParser:
-    parser = _Parser(prog="lmcache-sidecar", description="The KV-cache sidecar of an LLM engine.")
+    parser = _Parser(prog="lmcache-sidecar")
+    describe(parser, "The KV-cache sidecar of an LLM engine.", "", f"serve {_EXAMPLE}", "explain")
     parser.add_argument("--version", action="version", version=f"lmcache-sidecar {lmcache_store.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = commands.add_parser("serve", help="run the sidecar", allow_abbrev=False)
-    describe(serve, _SERVE, _EXIT)
+    serve = commands.add_parser("serve", help="run the sidecar")
+    describe(serve, _SERVE, _EXIT, _EXAMPLE)
+    parser.passes_unknown = serve.passes_unknown = True  # `_read` decides
     configuration.add_arguments(serve)
     explain.add_arguments(commands)
     live = commands.add_parser("top", help="show what the sidecar does at present")
-    commands.add_parser(
-        "salt-hash",
-        help="print the saltHash of a cache salt",
-        description="Read a cache salt from standard input, and print its saltHash for --tenants-file. One"
-        " newline at the end is ignored.",
-        epilog="example: lmcache-sidecar salt-hash < salt.txt",
-    )
+    salt = commands.add_parser("salt-hash", help="print the saltHash of a cache salt")
+    describe(salt, _SALT, "", "< salt.txt")
     if command == "top":
         from lmcache_sidecar.commands import top
 
@@ -70,9 +70,7 @@ def _read(arguments: Sequence[str] | None) -> ConfigReading:
     try:
         known, rest = _parser().parse_known_args(arguments)
         flags = vars(known)
-        # Names only, because values may be secrets.
-        names = sorted({word.partition("=")[0] for word in rest if word.startswith("--")})
-        unknown = [f"argument {' '.join(names)} is unknown"] if rest else []
+        unknown = [about_unknown(rest, configuration.FLAGS)] if rest else []
     except ConfigError as error:
         mistakes = [str(error)]
     reading = configuration.read(flags, os.environ)

@@ -187,6 +187,9 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+FLAGS = ("--config", *(flag_of(declared.name) for declared in fields(Config)))
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one flag per field. The values remain text, which ``read`` parses."""
     about_file = f"YAML file with the options below as keys [{options.variable_of('config')}]"

@@ -30,7 +30,8 @@ _OTHER_COLUMNS = 59
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     about = "Show the hit ratio and value of each size of a cluster's cache tier."
-    printing.describe(parser, about, "exit status: 0; 2 if there is no curve, or the cluster cannot be read")
+    status = "exit status: 0; 2 if there is no curve, or the cluster cannot be read"
+    printing.describe(parser, about, status, "-n team qwen3-8b --tier memory")
     connection.add_connection(parser)
     about = "read the LMCacheCluster from a YAML or JSON file instead of the API server; - for standard input"
     parser.add_argument("-f", "--filename", type=Path, metavar="FILE", help=about)

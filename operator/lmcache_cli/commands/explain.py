@@ -38,7 +38,7 @@ With --tenant: the prompts of one tenant. With --request-id: one of the last 1,0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     status = "exit status: 0; 2 if the cluster cannot be read, or no pod knows the request or the tenant"
-    printing.describe(parser, _ABOUT, status)
+    printing.describe(parser, _ABOUT, status, "-n team qwen3-8b", "--request-id cmpl-8b2f")
     connection.add_connection(parser)
     printing.add_output(parser)
     subject = parser.add_mutually_exclusive_group()

@@ -43,7 +43,7 @@ It has no Secrets, and values that look secret are removed. errors.txt lists the
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     status = "exit status: 0, also if parts are missing; 2 if the cluster cannot be read, or no file written"
-    printing.describe(parser, _ABOUT, status)
+    printing.describe(parser, _ABOUT, status, "-n team qwen3-8b --since 2h")
     connection.add_connection(parser)
     about = "file to write (default: lmcache-report-NAMESPACE-NAME-TIME.zip)"
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=about)

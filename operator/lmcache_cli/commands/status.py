@@ -38,7 +38,8 @@ Figures count from the start of each sidecar.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    printing.describe(parser, _ABOUT, "exit status: 0; 2 if the cluster cannot be read")
+    status = "exit status: 0; 2 if the cluster cannot be read"
+    printing.describe(parser, _ABOUT, status, "-n team qwen3-8b", "--watch")
     connection.add_connection(parser)
     printing.add_output(parser)
     parser.add_argument("--all-pods", action="store_true", help="list all pods, however many")

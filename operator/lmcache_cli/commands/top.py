@@ -24,7 +24,7 @@ tier, and queues. Without NAME: all clusters of the namespace.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     status = "exit status: 0; 1 if no sidecar answers; 2 if the cluster cannot be read"
-    printing.describe(parser, _ABOUT, status)
+    printing.describe(parser, _ABOUT, status, "-n team", "qwen3-8b --once --sort tokens")
     connection.add_connection(parser, default="all")
     top.add_arguments(parser)
     printing.add_output(parser)

@@ -22,6 +22,7 @@ from lmcache_operator.api.router import CACHE_AWARE, KV_AWARE
 from lmcache_operator.api.tiers import MemoryTierSpec
 from lmcache_operator.api.types import EngineSpec, Model, Spec
 from lmcache_operator.errors import InvalidSpecError
+from lmcache_store.common.options import suggestion
 
 # More than any pod template needs, and far less than the limit of recursion.
 _MAX_LEVELS = 32
@@ -196,8 +197,10 @@ def _check_depth(raw: Any, path: str) -> None:
 
 def _parse_object(cls: Any, raw: dict[str, Any], path: str) -> Any:
     fields = cls.FIELDS
-    if unknown := sorted(raw.keys() - {field.json_name for field in fields}, key=str):
-        raise InvalidSpecError(f"{path}.{unknown[0]}", "is not a known field")
+    known = {field.json_name for field in fields}
+    if unknown := sorted(map(str, raw.keys() - known)):
+        hint = suggestion(unknown[0], known)
+        raise InvalidSpecError(f"{path}.{unknown[0]}", f"is not a known field{hint}")
     parsed = cls(**{field.name: _parse_field(field, raw, path) for field in fields})
     _check_rules(cls.RULES, parsed, path)
     return parsed

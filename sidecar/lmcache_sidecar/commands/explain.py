@@ -25,16 +25,14 @@ With --request-id: one of the last 1,000 requests.
 """
 _EXIT = """\
 exit status: 0; 1 if the sidecar does not answer, or does not know the request or the tenant
-
-examples: lmcache-sidecar explain --request-id cmpl-8b2f
-          lmcache-sidecar explain --tenant search
 """
+_EXAMPLES = "--request-id cmpl-8b2f", "--tenant search"
 
 
 def add_arguments(commands: Any) -> None:
     """Add the command to a parser's subcommands."""
     parser = commands.add_parser("explain", help="show why prompts were computed")
-    describe(parser, _ABOUT, _EXIT)
+    describe(parser, _ABOUT, _EXIT, *_EXAMPLES)
     add_url(parser)
     subject = parser.add_mutually_exclusive_group()
     subject.add_argument(

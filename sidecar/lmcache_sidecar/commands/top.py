@@ -15,16 +15,12 @@ from lmcache_store.explain.traffic import SidecarAnswer
 _ABOUT = """\
 Show what a sidecar does at present: requests, prompt tokens by where they came from, and traffic by tier.
 """
-_EXIT = """\
-exit status: 0; 1 if the sidecar does not answer
-
-example: lmcache-sidecar top --url http://127.0.0.1:9464
-"""
+_EXIT = "exit status: 0; 1 if the sidecar does not answer"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    describe(parser, _ABOUT, _EXIT)
+    describe(parser, _ABOUT, _EXIT, "--url http://127.0.0.1:9464")
     add_url(parser)
     top.add_arguments(parser)
     about = "json is for programs (default: %(default)s)"

@@ -69,9 +69,55 @@ def checked(check: Callable[[str], object]) -> ValueReader:
     return read_text
 
 
-def describe(parser: argparse.ArgumentParser, about: str, epilog: str) -> None:
-    """Set the texts before and after the options in a command's help. Their line breaks stay."""
-    parser.description, parser.epilog = about, epilog
+class Parser(argparse.ArgumentParser):
+    """A command line without abbreviations. For a mistyped option or choice it suggests the nearest one."""
+
+    passes_unknown = False
+    """Whether ``parse_known_args`` returns unknown arguments. Otherwise they are an error."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.allow_abbrev = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse arguments. Returns the values, and the unknown arguments if this command passes them."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown and not self.passes_unknown:
+            self.error(about_unknown(unknown, self._option_string_actions))
+        return known, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += suggestion(value, action.choices or ())
+            raise
+
+
+def about_unknown(words: Iterable[str], options: Iterable[str]) -> str:
+    """Return a message about arguments that a command with these options does not know.
+
+    It has the names of options only, because a value may be a secret.
+    """
+    names = sorted({found[0] for word in words if (found := re.match(r"--[^=]*|-.$", word))})
+    known = [*options]
+    mistakes = [f"argument {name} is unknown{suggestion(name, known)}" for name in names]
+    return ", ".join(mistakes) or "too many arguments"
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown word: the nearest known one, if one is near."""
+    nearest = difflib.get_close_matches(word, [*known], n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def describe(parser: argparse.ArgumentParser, about: str, epilog: str, *examples: str) -> None:
+    """Set the texts before and after the options in a command's help. Their line breaks stay.
+
+    ``examples`` are arguments of the command.
+    """
+    calls = "".join(f"\n  {parser.prog} {each}" for each in examples)
+    parser.description, parser.epilog = about, f"{epilog}\n\nexamples:{calls}".lstrip()
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
@@ -154,6 +200,4 @@ def unknown_keys(path: str, keys: Iterable[str], known: Collection[str]) -> Iter
         if not re.fullmatch(r"[\w-]{1,64}", key):
             yield f"{path}: a key with characters other than letters, digits, _ and - is ignored"
             continue
-        nearest = difflib.get_close_matches(key.replace("-", "_"), known, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        yield f"{path}: key {key!r} is unknown, and ignored{hint}"
+        yield f"{path}: key {key!r} is unknown, and ignored{suggestion(key.replace('-', '_'), known)}"

@@ -143,6 +143,10 @@ def test_render_prints_the_secrets_of_a_cluster_that_is_referred_to(tmp_path, ca
     [
         ("kind: LMCacheCluster\nmetadata: {name: x}\nspec: {}\n", "spec.tiers: is required"),
         ("kind: LMCacheCluster\nspec: {}\n", "metadata: must be an object"),
+        (
+            "kind: LMCacheCluster\nmetadata: {name: x}\nspec: {tiers: {memory: {szie: 1Gi}}}\n",
+            "spec.tiers.memory.szie: is not a known field; did you mean 'size'?",
+        ),
         ("kind: Service\n", "contains no LMCacheCluster"),
         ("a: [", "while parsing"),
         ("a: " + "[" * 2000 + "]" * 2000, "is nested too deeply"),

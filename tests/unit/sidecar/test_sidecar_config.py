@@ -234,7 +234,9 @@ def test_help_names_every_option_and_its_variable(capsys):
         (["--socket", "/nowhere/x.sock"], "--socket: /nowhere is not a directory"),
         (["--arena", "/nowhere/arena"], "--arena: /nowhere is not a directory"),
         (["--memory-size", "900Ti"], "need"),
-        (["--memory-sise=S3cr3t"], "argument --memory-sise is unknown"),
+        (["--memory-sise=S3cr3t"], "argument --memory-sise is unknown; did you mean '--memory-size'?"),
+        (["--remote-passwd", "S3cr3t"], "argument --remote-passwd is unknown; did you mean"),
+        (["--log-level", "info", "S3cr3t"], "too many arguments"),
         (["--memory-size"], "expected one argument"),
     ],
 )

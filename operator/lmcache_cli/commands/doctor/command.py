@@ -42,7 +42,7 @@ _RUNBOOKS = "docs/runbooks"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    printing.describe(parser, _ABOUT, _EPILOG)
+    printing.describe(parser, _ABOUT, _EPILOG, "-n team", "-n team qwen3-8b --strict")
     connection.add_connection(parser, default="all")
     printing.add_output(parser)
     about = "namespace of the operator (default: all namespaces, or else lmcache-system)"
