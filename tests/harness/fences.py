@@ -103,7 +103,7 @@ def difference(expected: str, printed: str) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.splitlines() if line.strip()]
+    return [line.expandtabs().rstrip() for line in text.splitlines() if line.strip()]
 
 
 def _matches(expected: str, printed: str) -> bool:
