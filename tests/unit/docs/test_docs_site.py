@@ -90,7 +90,7 @@ def test_only_boxes_of_the_theme_are_used():
 @pytest.mark.parametrize(
     "sentence",
     [
-        r"(no release|nothing) is published",
+        r"(no release|no image|nothing) is published",
         r"not (yet )?verified on a (real )?GPU|on a (real )?GPU are not yet",
     ],
 )
