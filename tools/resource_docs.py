@@ -152,8 +152,15 @@ explain how to use them.
 
 The API server refuses an object that breaks a rule below, and names the field. If only the operator can find
 a mistake, the condition `Ready` becomes false with the reason `InvalidSpec`, and the pods stay unchanged.
-Examples are a reserved engine argument, or a pod template that changes a field of the cache. This object has
-all fields that do not exclude one another:
+Examples are a reserved engine argument, or a pod template that changes a field of the cache.
+
+A field's default applies if you leave the field out, so a small object is enough
+([examples](../guides/kubernetes.md#examples)). [One object with all fields](#all-fields) is at the end.
+"""
+_TAIL = f"""
+## All fields
+This object has all fields that do not exclude one another. It shows where each field belongs, and is no
+example to copy:
 
 ```yaml
 {COMPLETE}```
@@ -168,7 +175,7 @@ _LIMITS = {
 def render() -> str:
     """Return the text of the page."""
     lines = [_HEAD, "## Spec", *_part(Spec, "spec")]
-    lines += ["## Status", *_part(Status, "status"), *_conditions()]
+    lines += ["## Status", *_part(Status, "status"), *_conditions(), _TAIL]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -15,6 +15,11 @@ from tools import resource_docs
 from tools.resource_docs import COMPLETE, CONDITIONS
 
 
+def test_page_describes_fields_before_it_shows_an_object_of_all() -> None:
+    page = resource_docs.render()
+    assert 0 < page.index("| `model` |") < page.index(COMPLETE)
+
+
 def test_complete_example_can_be_rendered() -> None:
     cluster = parse(yaml.safe_load(COMPLETE))
     for component in COMPONENTS:
