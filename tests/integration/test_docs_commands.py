@@ -82,6 +82,7 @@ HOW_TO = {
     "run-with-gpu-claims": Page(
         "gpu-claims.yaml", "qwen3-8b-claims", {"FILE": "examples/gpu-claims.yaml"}, num_absent=2
     ),
+    "run-without-a-gpu": Page(),
     "see-whether-the-cache-helps": Page("qwen3-8b.yaml", "qwen3-8b"),
     "share-redis": Page("remote-redis/cluster.yaml", "qwen3-8b-remote"),
     "size-tiers": Page("autoscaled-tiers.yaml", "qwen3-8b-autoscaled"),

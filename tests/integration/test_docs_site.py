@@ -100,6 +100,8 @@ def test_search_finds_the_page(browser, site):
         "size memory": "how-to/size-tiers/",
         "chunk key": "concepts/prompt/#chunks-and-keys",
         "add a lower tier": "how-to/add-a-disk-tier/",
+        "no gpu": "how-to/run-without-a-gpu/",
+        "without GPU": "how-to/run-without-a-gpu/",
         "uninstall": "how-to/uninstall/",
     }
     with visit(browser, site) as opened:
