@@ -2,6 +2,7 @@
 
 import pytest
 
+from lmcache_store.common.units import format_size, parse_quantity
 from testing.kube.cluster import Cluster
 from tests.harness.kube import CLUSTERS, NAME, example
 from tests.harness.operator.clusters import ENGINE, condition, wait_ready
@@ -58,3 +59,21 @@ def test_exceeded_quota_is_reported(plane, operator, namespace):
     plane.api.create(CLUSTERS, example(), namespace)
     plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "FailedCreate")
     assert "exceeded quota: none" in condition(plane, namespace, "Ready")["message"]
+
+
+def test_pod_without_a_node_is_reported_with_its_amounts_and_the_largest_node(plane, operator, namespace):
+    resource = example()
+    resource["spec"]["engine"] |= {"gpu": {"resourceName": "example.com/gpu"}, "replicas": 1}
+    resource["spec"]["tiers"]["memory"] = {"size": "16Ti"}
+    plane.api.create(CLUSTERS, resource, namespace)
+    plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "Unschedulable")
+    allocatable = [node["status"]["allocatable"]["memory"] for node in plane.api.objects("v1/nodes")]
+    largest = format_size(max(int(parse_quantity(amount)) for amount in allocatable))
+    message = condition(plane, namespace, "Degraded")["message"]
+    assert (
+        "requests 1 of example.com/gpu for spec.engine.gpu.count. No node has any. Without GPUs, set"
+        in message
+    )
+    assert "a memory tier of 16Ti (spec.tiers.memory.size), 4Gi for spec.engine.resources" in message
+    assert f"The largest node has {largest}. Scheduler: 0/{len(allocatable)} nodes are available: " in message
+    assert "preemption" not in message

@@ -46,7 +46,7 @@ NAMESPACED = {
     "resource.k8s.io/resourceclaimtemplates": WRITE,
 }
 """Verbs by group and resource, in all namespaces, or only in those of ``watchNamespaces``."""
-LISTED = {"/nodes": "get"}
+LISTED = {"/nodes": "get list"}
 """Verbs in any namespace with ``watchNamespaces``."""
 CLUSTER = LISTED | {"apiextensions.k8s.io/customresourcedefinitions": "list watch"}
 """Verbs in any namespace without ``watchNamespaces``."""

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from decimal import Decimal
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -130,6 +131,8 @@ class Observed:
     """Nodes of pods that are not ready, by name; None: the node does not exist."""
     node_refusal: str = ""
     """Why the operator is not allowed to read nodes; empty: it is allowed."""
+    largest: Mapping[str, Decimal] | None = None
+    """The largest amount of each resource that one node has for pods; None: unknown, or no pod lacks one."""
     warnings: tuple[Object, ...] = ()
     """Events that explain missing or unready pods; some are about the claims of their volumes."""
     probed: Probed | None = None

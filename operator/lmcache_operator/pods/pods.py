@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 
 from lmcache_operator.contract.base import Observed
 from lmcache_operator.contract.conditions import Problem, Trouble
+from lmcache_operator.pods.placement import lacking, unplaced_message
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import controller_uid
 from lmcache_operator.specs.names import SPEC_HASH, annotations_of
@@ -97,6 +98,11 @@ def why_unplaced(pod: Object, observed: Observed) -> str:
 def has_no_node(pod: Object) -> bool:
     """Whether the scheduler has found no node for a pod, so that the pod serves nothing."""
     return bool(_unplaced(pod)) and "deletionTimestamp" not in pod["metadata"]
+
+
+def lacks_resources(pods: Iterable[Object]) -> bool:
+    """Whether a pod waits for a node with more of a resource."""
+    return any(lacking(_unplaced(pod).get("message", "")) for pod in pods)
 
 
 def _unplaced(pod: Object) -> Object:
@@ -203,7 +209,7 @@ def _unready(observed: Observed, pod: Object) -> Iterator[Problem]:
             claim = event["involvedObject"]["name"]
             yield Problem("FailedBinding", f"pod {name}, claim {claim}: {event.get('message', '')}")
     if (placed := condition_of(pod, "PodScheduled")).get("reason") in ("SchedulingGated", "Unschedulable"):
-        yield Problem("Unschedulable", f"pod {name}: {placed.get('message', '')}")
+        yield Problem("Unschedulable", unplaced_message(pod, placed.get("message", ""), observed))
     yield from _stuck(observed, pod)
     # Once a container has started, older events about volumes are obsolete.
     for event in () if has_started(pod) else _warnings(observed, pod["metadata"]["uid"]):

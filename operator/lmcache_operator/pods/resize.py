@@ -25,7 +25,6 @@ from lmcache_store.common.units import ceil_div, format_mebibytes, parse_quantit
 
 MAX_SIZE, SIZE_FILE = "LMCACHE_MEMORY_MAX_SIZE", "LMCACHE_MEMORY_SIZE_FILE"
 """Variables of the sidecar. They are not arguments, because images of earlier versions must ignore them."""
-SIZE_ARGUMENT = "--memory-size="
 CONTEXT_BYTES = 256 * 2**20
 """Host memory of the process that reads one GPU: its interpreter and the CUDA driver."""
 # Interpreter, gRPC and libraries of the sidecar, for any size of the arena.
@@ -233,10 +232,10 @@ def _memory_of(pod: Object, num_gpus: int) -> _Memory:
     sidecar = _named_sidecar(pod["spec"].get("initContainers"))
     status = _named_sidecar(pod.get("status", {}).get("initContainerStatuses"))
     env = env_of_sidecar(pod)
-    arguments = [text for text in sidecar.get("args") or () if text.startswith(SIZE_ARGUMENT)]
+    arguments = [text for text in sidecar.get("args") or () if text.startswith(names.SIZE_ARGUMENT)]
     initial = largest = 0
     with contextlib.suppress(ValueError, LookupError):
-        initial = int(arguments[-1].removeprefix(SIZE_ARGUMENT))
+        initial = int(arguments[-1].removeprefix(names.SIZE_ARGUMENT))
         largest = int(env.get(MAX_SIZE, 0))
     sees_gpus = dig(sidecar, "resources", "claims") or env.get("NVIDIA_VISIBLE_DEVICES") == "all"
     num_gpus = num_gpus if sees_gpus else 0

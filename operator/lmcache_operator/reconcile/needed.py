@@ -45,7 +45,7 @@ _OF_POD = {
     "spec": {
         # Arguments and variables of an engine are as large as users write them, in each of up to 1,000 pods.
         "containers": _all("name", "resources", "startupProbe"),
-        "initContainers": _all("args", "env", "name", "resources", "volumeMounts"),
+        "initContainers": _all("args", "env", "name", "resources", "restartPolicy", "volumeMounts"),
         "volumes": _all("ephemeral", "name", "persistentVolumeClaim") | {"secret": _all("secretName")},
         "nodeName": _WHOLE,
     },
@@ -53,6 +53,8 @@ _OF_POD = {
 }
 of_pod = partial(_picked, fields=_OF_POD)
 """Returns identity, state, volumes and resources of a pod, and the settings of its sidecar."""
+of_node = partial(_picked, fields={"status": _all("allocatable")})
+"""Returns what a node has for pods."""
 of_event = partial(
     _picked,
     fields=_all("eventTime", "firstTimestamp", "lastTimestamp", "message", "reason")

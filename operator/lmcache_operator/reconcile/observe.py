@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Set
+import math
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 from datetime import datetime
+from decimal import Decimal
 from itertools import chain
 
 from lmcache_operator.contract.base import Component, Observed
-from lmcache_operator.errors import RefusedError
+from lmcache_operator.errors import ApiError, RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.pods.nodes import doubtful_nodes
-from lmcache_operator.pods.pods import claim_names, has_started, incomplete_sets, is_ready
+from lmcache_operator.pods.placement import largest_amounts
+from lmcache_operator.pods.pods import claim_names, has_started, incomplete_sets, is_ready, lacks_resources
 from lmcache_operator.reconcile.contest import Contested
-from lmcache_operator.reconcile.needed import of_cluster, of_event, of_pod
+from lmcache_operator.reconcile.needed import of_cluster, of_event, of_node, of_pod
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import BY_NAME, CLUSTER, EVENT, NODE, POD, Ref, controller_uid, is_child
 from lmcache_operator.specs.names import selector_text
+
+_NODES_SECONDS = 300.0
 
 
 async def observe(
@@ -70,6 +75,29 @@ async def observe(
     ]
     lists = [await api.find(EVENT, namespace, of_event, fieldSelector=each) for each in selectors]
     return replace(observed, warnings=tuple(chain.from_iterable(lists)))
+
+
+class LargestNodes:
+    """The largest amount of each resource on a node. All nodes are read, at most every five minutes."""
+
+    def __init__(self, api: KubeApi, monotonic: Callable[[], float]) -> None:
+        self._api, self._monotonic = api, monotonic
+        self._amounts: Mapping[str, Decimal] | None = None
+        self._due = -math.inf
+        self._lock = asyncio.Lock()
+
+    async def amounts(self, observed: Iterable[Observed]) -> Mapping[str, Decimal] | None:
+        """The amounts if a pod waits for a node with more; None: no pod waits, or the nodes can't be read."""
+        if not any(lacks_resources((*part.pods, *part.foreign_pods)) for part in observed):
+            return None
+        async with self._lock:
+            if self._monotonic() >= self._due:
+                try:
+                    self._amounts = largest_amounts(await self._api.find(NODE, "", of_node))
+                except ApiError:  # an installation for single namespaces may lack this right
+                    self._amounts = None
+                self._due = self._monotonic() + _NODES_SECONDS
+        return self._amounts
 
 
 async def _with_nodes(api: KubeApi, observed: Observed) -> Observed:

@@ -27,7 +27,7 @@ from lmcache_operator.reconcile.absent import AbsentChildren
 from lmcache_operator.reconcile.apply import Applier
 from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.reconcile.measures import measure, unmeasure
-from lmcache_operator.reconcile.observe import observe
+from lmcache_operator.reconcile.observe import LargestNodes, observe
 from lmcache_operator.reconcile.plan import creates_something, internal_error, plan
 from lmcache_operator.reconcile.probe import ReadStats, SidecarProber
 from lmcache_operator.reconcile.references import References
@@ -114,6 +114,7 @@ class Reconciler:
         self._memories: dict[ClusterKey, _Memory] = {}
         self._wake = wake
         self._references = References()
+        self._nodes = LargestNodes(api, monotonic)
 
     async def reconcile(self, key: ClusterKey) -> float | None:
         """Observe a cluster once and carry out the steps that are due.
@@ -210,7 +211,8 @@ class Reconciler:
         )
         observed = {each.name: part for each, part in zip(self._components, parts, strict=True)}
         report = self._autoscaler.report(key, observed) if self._autoscaler else None
-        return {name: replace(part, autoscaling=report) for name, part in observed.items()}
+        largest = await self._nodes.amounts(parts)
+        return {name: replace(part, autoscaling=report, largest=largest) for name, part in observed.items()}
 
     async def _probe(self, observed: dict[str, Observed], memory: _Memory) -> dict[str, Observed]:
         probed = await memory.prober.probe([pod for part in observed.values() for pod in part.pods])

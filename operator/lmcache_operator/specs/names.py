@@ -64,6 +64,8 @@ AUTOSCALING = "autoscaling"
 
 ENGINE = "engine"
 SIDECAR = "sidecar"
+SIZE_ARGUMENT = "--memory-size="
+"""Start of the argument with the size of a sidecar's memory tier at its creation."""
 PAYLOAD = "payload"
 STOCK_IMAGES: Images = {ENGINE: VLLM.image, SIDECAR: f"ghcr.io/lmcache-cluster/sidecar:{__version__}"}
 """Default images by container. The operator's flags may name others."""

@@ -140,6 +140,8 @@ class World:
             assert fields.pop("type", "Warning") == "Warning"
             about = {key.removeprefix("involvedObject."): value for key, value in fields.items()}
             return [event for event in self.warnings if about.items() <= event["involvedObject"].items()]
+        if kind == NODE:
+            return [*self.nodes.values()]
         if kind == CLUSTER:
             clusters = [obj for ref, obj in self.objects.items() if ref.kind == CLUSTER.kind]
             return [self.resource, *clusters]

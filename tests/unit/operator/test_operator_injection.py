@@ -285,7 +285,9 @@ def test_pod_that_cannot_start_because_of_its_cache_degrades_the_cluster() -> No
     for status, expected in (
         ({"initContainerStatuses": [waiting("lmcache-sidecar", "ImagePullBackOff")]},
          [("ImagePullBackOff", "pod llm, container lmcache-sidecar: x: not found")]),
-        ({"conditions": [unplaced]}, [("Unschedulable", "pod llm: 1 Insufficient memory")]),
+        ({"conditions": [unplaced]},
+         [("Unschedulable", "pod llm requests 1.53Gi of memory for a memory tier of 1Gi "
+           "(spec.tiers.memory.size). Scheduler: 1 Insufficient memory")]),
         ({"conditions": [unplaced | {"message": "1 Insufficient nvidia.com/gpu"}]}, []),
         ({"conditions": [queued]}, []),
         ({"initContainerStatuses": other_containers, "containerStatuses": engine_statuses}, []),

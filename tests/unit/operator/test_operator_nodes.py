@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_operator.contract.base import Observed
+from lmcache_operator.errors import RefusedError
 from lmcache_operator.pods.nodes import abandoned, doubtful_nodes, node_problems
+from tests.harness.operator.components import ReconciledCluster
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -101,3 +103,23 @@ def test_ready_pods_and_pods_on_healthy_nodes_are_never_abandoned(status, ends, 
         assert ends is not None
         assert its_node is None or (its_node[0] != "True" and its_node[1] >= 4.9)
         assert status != "True" or ends is not None
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_largest_node_is_read_once_while_a_pod_lacks_memory(is_allowed: bool) -> None:
+    bench = ReconciledCluster()
+    bench.settle()
+    world = bench.world
+    for name, memory in (("a", "32Gi"), ("b", "31Gi")):
+        world.nodes[name] = {"status": {"allocatable": {"memory": memory}}}
+    if not is_allowed:
+        world.failures["find Node"] = RefusedError("list nodes", "forbidden")
+    placed = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+    (pod,) = world.pods.values()
+    pod["status"] = {"conditions": [placed | {"message": "0/2 nodes are available: 2 Insufficient memory."}]}
+    for _ in range(2):
+        bench.reconcile()
+        message = bench.message("Degraded")
+        assert "requests " in message
+        assert ("The largest node has 32Gi" in message) is is_allowed
+        world.nodes["a"]["status"]["allocatable"]["memory"] = "64Gi"

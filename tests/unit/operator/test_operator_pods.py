@@ -1,11 +1,14 @@
 """Reasons why pods do not serve, from pod status and Events."""
 
+from dataclasses import replace
 from datetime import timedelta
+from decimal import Decimal
 from typing import Any
 
 import pytest
 
 from lmcache_operator.contract.conditions import Problem
+from lmcache_operator.pods.placement import unplaced_message
 from lmcache_operator.pods.pods import has_no_node, kill_problems, next_eviction, pod_problems, why_unplaced
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 from tests.harness.operator.model import World
@@ -156,6 +159,54 @@ def test_claim_problem_is_reported_before_the_scheduler_message(name: str, reaso
 def test_unscheduled_pod_is_reported(reason: str) -> None:
     placed = {"type": "PodScheduled", "status": "False", "reason": reason, "message": "why"}
     assert problems(world_with(conditions=[placed])) == [Problem("Unschedulable", f"pod {POD}: why")]
+
+
+TAIL = " no new claims to deallocate, preemption: 0/1 nodes are available: 1 Preemption is not helpful."
+GPU, GIB = "nvidia.com/gpu", 1 << 30
+NO_GPUS = "Without GPUs, set spec.engine.gpu.count to 0, and an image for CPUs (examples/cpu.yaml)"
+ONE_GPU = f"requests 1 of {GPU} for spec.engine.gpu.count"
+SIZES = "928.62Gi for a memory tier of 900Gi (spec.tiers.memory.size), 4Gi for spec.engine.resources"
+CPUS = "requests 1.1 of cpu: 0.1 for container sidecar, 1 for spec.engine.resources"
+CLASS = "requests 1 of the device class gpu.nvidia.com (spec.engine.gpu)"
+
+
+@pytest.mark.parametrize(
+    ("reason", "largest", "why"),
+    [
+        (f"1 Insufficient {GPU}.", {"cpu": 1}, f"{ONE_GPU}. No node has any. {NO_GPUS}"),
+        (f"1 Insufficient {GPU}.", {GPU: 8},
+         f"{ONE_GPU}. The largest node has 8, but other pods use a part of it"),
+        (f"1 Insufficient {GPU}.", None, f"{ONE_GPU}. {NO_GPUS}"),
+        ("1 Insufficient memory.", {"memory": 23 * GIB},
+         f"requests 932.62Gi of memory: {SIZES}. The largest node has 23Gi"),
+        ("1 Insufficient cpu, 1 Insufficient memory.", None,
+         f"{CPUS}. It requests 932.62Gi of memory: {SIZES}"),
+        ("1 Insufficient cpu, 1 Insufficient example.com/unknown.", {"cpu": Decimal("0.5")},
+         f"{CPUS}. The largest node has 0.5"),
+        ("1 node(s) had untolerated taint {a: b}.", None,
+         "may not run on some nodes: check spec.engine.tolerations"),
+        ("1 cannot allocate all claims.", None, f"{CLASS}. {NO_GPUS}"),
+    ],
+)  # fmt: skip
+def test_pod_without_a_node_names_amounts_and_fields(reason: str, largest: Object | None, why: str) -> None:
+    world = settled_world(engine={"gpu": {"count": 1}}, tiers={"memory": {"size": "900Gi"}})
+    if "claims" in reason:
+        world.resource["spec"]["engine"]["gpu"]["deviceClassName"] = "gpu.nvidia.com"
+    scheduler = f"0/1 nodes are available: {reason}"
+    placed = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+    world.pods[POD]["status"] = {"conditions": [placed | {"message": scheduler + TAIL}]}
+    amounts = largest and {name: Decimal(amount) for name, amount in largest.items()}
+    (problem,) = pod_problems(replace(observe(world), largest=amounts))
+    assert problem == Problem("Unschedulable", f"pod {POD} {why}. Scheduler: {scheduler}")
+
+
+def test_foreign_pod_without_a_node_names_its_containers() -> None:
+    world = settled_world()
+    foreign = world.pods[POD]
+    foreign["metadata"]["labels"] = {}
+    foreign["spec"]["initContainers"][0]["args"] = ["--memory-size=many"]
+    message = unplaced_message(foreign, NO_MEMORY, observe(world))
+    assert "for container sidecar, 4Gi for container engine" in message
 
 
 def test_ready_deadline_is_the_startup_probe_after_readiness_was_lost() -> None:

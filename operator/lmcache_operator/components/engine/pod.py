@@ -22,7 +22,7 @@ from lmcache_operator.components.engine import gpus, template
 from lmcache_operator.components.engine.features import FEATURES, merged
 from lmcache_operator.components.engine.features.base import POD_NAME, Volume, secret_source
 from lmcache_operator.components.engine.kinds import kind_of
-from lmcache_operator.pods.resize import MAX_SIZE, SIZE_ARGUMENT, SIZE_FILE, sidecar_memory
+from lmcache_operator.pods.resize import MAX_SIZE, SIZE_FILE, sidecar_memory
 from lmcache_operator.specs import Images, Object, names, paths, stateful
 from lmcache_operator.specs.merge import dig
 from lmcache_operator.specs.objects import EnvVar, PodContainer, PodSpec, PodTemplate, Probe, Resources
@@ -184,7 +184,11 @@ def _sidecar(cluster: Cluster, transfer: gpus.Transfer, size: MemorySize) -> Pod
         resources["claims"] = [{"name": gpus.CLAIM}]
     return {
         # The size is an argument and not a key of the shared file, because each pod has its own size.
-        "args": ["serve", f"--config={paths.CONFIG_DIR}/sidecar.yaml", f"{SIZE_ARGUMENT}{size.num_bytes}"],
+        "args": [
+            "serve",
+            f"--config={paths.CONFIG_DIR}/sidecar.yaml",
+            f"{names.SIZE_ARGUMENT}{size.num_bytes}",
+        ],
         "livenessProbe": stateful.http_probe("/healthz", names.SIDECAR_PORT, period=10, failures=6) | _HUNG,
         "ports": [{"containerPort": port, "name": name, "protocol": "TCP"} for name, port in ports.items()],
         "resources": resources,
