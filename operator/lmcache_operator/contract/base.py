@@ -182,6 +182,8 @@ class Plan:
     """Time until the next step is due, even if nothing changes."""
     num_outdated: int = 0
     """Number of pods that still run a previous spec."""
+    crash: str = ""
+    """A container that failed once and starts again."""
     note: str = ""
     """A sentence for the user about a change that reaches a pod only when the pod is replaced."""
     fields: Mapping[str, Any] = field(default_factory=dict)

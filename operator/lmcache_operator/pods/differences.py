@@ -8,7 +8,7 @@ from dataclasses import replace
 from lmcache_operator.contract.base import Observed, Plan
 from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.pods.nodes import abandoned, node_problems
-from lmcache_operator.pods.pods import pod_problems
+from lmcache_operator.pods.pods import first_crash, pod_problems
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import Ref, ref_of
 from lmcache_operator.specs.ownership import Path, lost_fields, spell, without
@@ -65,7 +65,7 @@ def halted(plan: Plan) -> Plan:
 def unchanged(observed: Observed, *problems: Problem) -> Plan:
     """A plan that changes no child: it reports problems, and deletes terminating pods on lost nodes."""
     problems = (*problems, *node_problems(observed), *pod_problems(observed))
-    return Plan(abandon=tuple(abandoned(observed)), problems=problems)
+    return Plan(abandon=tuple(abandoned(observed)), problems=problems, crash=first_crash(observed))
 
 
 def rendering(child: Object) -> Path:

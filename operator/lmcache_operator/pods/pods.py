@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 
 from lmcache_operator.contract.base import Observed
 from lmcache_operator.contract.conditions import Problem, Trouble
+from lmcache_operator.pods.output import last_error
 from lmcache_operator.pods.placement import lacking, unplaced_message
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import controller_uid
@@ -40,7 +41,6 @@ _UNPLACED = timedelta(minutes=10)
 """Time for a node with enough memory to appear, such as one from the cluster autoscaler."""
 _RECENT = timedelta(minutes=20)
 """Older events are ignored. If the problem persists, Kubernetes reports it again."""
-_MAX_LAST_LINES, _MAX_LAST_CHARACTERS = 5, 600
 _LONGEST_SECONDS = 10**9
 """Upper bound on a probe's deadline: users may set values that a timedelta can't hold."""
 
@@ -158,7 +158,7 @@ def kill_problems(observed: Observed) -> Iterable[Problem]:
     """Recent out-of-memory kills in pods that are ready again. They may recur."""
     endings = ((pod, *ending) for pod in observed.pods if is_ready(pod) for ending in _ended(pod))
     return _first_of_each(
-        Problem("OOMKilled", _history(pod, container, ended))
+        Problem("OOMKilled", _history(observed, pod, container, ended))
         for pod, container, ended in endings
         if _is_oom(ended) and _is_recent(ended, observed)
     )
@@ -223,12 +223,7 @@ def _unready(observed: Observed, pod: Object) -> Iterator[Problem]:
 
 def _stuck(observed: Observed, pod: Object) -> Iterator[Problem]:
     """Problems of containers that do not run, or that run between two crashes."""
-    # An old crash does not explain why a container that has started since is not ready now.
-    endings = {
-        container["name"]: ended
-        for container, ended in _ended(pod)
-        if not container.get("started") or _is_recent(ended, observed)
-    }
+    endings = _relevant_endings(observed, pod)
     for container in _containers(pod):
         waiting, ended = container.get("state", {}).get("waiting") or {}, endings.get(container["name"])
         reason = _STUCK.get(waiting.get("reason", ""))
@@ -237,9 +232,38 @@ def _stuck(observed: Observed, pod: Object) -> Iterator[Problem]:
         elif container.get("ready"):
             continue
         elif ended and _is_oom(ended):
-            yield Problem("OOMKilled", _history(pod, container, ended))
+            yield Problem("OOMKilled", _history(observed, pod, container, ended))
         elif reason or (ended and container.get("restartCount", 0) > 1):
-            yield Problem("CrashLoopBackOff", _history(pod, container, ended or {}))
+            yield Problem("CrashLoopBackOff", _history(observed, pod, container, ended or {}))
+
+
+def first_crash(observed: Observed) -> str:
+    """A container that failed once and starts again, which is no problem yet; empty: there is none."""
+    for pod in observed.pods:
+        endings = {} if is_ready(pod) else _relevant_endings(observed, pod)
+        for container in _containers(pod):
+            ended = endings.get(container["name"])
+            is_first = container.get("restartCount", 0) + _is_down(container) == 1
+            if (
+                ended
+                and ended.get("exitCode")
+                and is_first
+                and not (container.get("ready") or _is_oom(ended))
+            ):
+                return _history(observed, pod, container, ended)
+    return ""
+
+
+def _relevant_endings(observed: Observed, pod: Object) -> dict[str, Object]:
+    """The last termination of each container of an unready pod, by the container's name.
+
+    An old crash does not explain why a container that has started since is not ready now.
+    """
+    return {
+        container["name"]: ended
+        for container, ended in _ended(pod)
+        if not container.get("started") or _is_recent(ended, observed)
+    }
 
 
 def _containers(pod: Object) -> list[Object]:
@@ -273,13 +297,23 @@ def _quote(reason: Trouble, source: Object) -> str:
     return f"{'' if kind == reason else f'{kind}: '}{source.get('message', '')}"
 
 
-def _history(pod: Object, container: Object, ended: Object) -> str:
-    """Number of a container's terminations and its last one, with the last lines of its output."""
-    count = container.get("restartCount", 0) + ("running" not in container.get("state", {}))
-    how = f", the last time with {ended.get('reason')}, exit code {ended.get('exitCode')}" if ended else ""
-    lines = [plain(line, _MAX_LAST_CHARACTERS) for line in (ended.get("message") or "").splitlines()]
-    output = " | ".join(list(filter(None, lines))[-_MAX_LAST_LINES:])[-_MAX_LAST_CHARACTERS:]
-    return f"{_where(pod, container)}: ended {count} times{how}" + (f": {output}" if output else "")
+def _is_down(container: Object) -> bool:
+    return "running" not in container.get("state", {})
+
+
+def _history(observed: Observed, pod: Object, container: Object, ended: Object) -> str:
+    """Number of a container's terminations and its last one, with the last error in its output."""
+    count, code = container.get("restartCount", 0) + _is_down(container), ended.get("exitCode")
+    how = f"ended {count} times"
+    if ended and count == 1:
+        began, end = (time_of(ended.get(key), observed) for key in ("startedAt", "finishedAt"))
+        how = (
+            f"ended once with exit code {code} after {(end - began).total_seconds():.0f} s, and starts again"
+        )
+    elif ended:
+        how += f", the last time with {ended.get('reason')}, exit code {code}"
+    output = last_error(ended.get("message") or "")
+    return f"{_where(pod, container)}: {how}" + (f": {output}" if output else "")
 
 
 def _deadline(pod: Object) -> timedelta:

@@ -93,7 +93,10 @@ def _progressing(status: ComponentStatus, plan: Plan) -> Condition:
     for problem in plan.problems:
         if problem.reason in (_INVALID, "InternalError"):
             return Condition("False", problem.reason, "the pods keep their previous configuration")
-    return status.progressing
+    progressing = status.progressing
+    if plan.crash and progressing.status == "True":
+        return progressing._replace(message=f"{progressing.message}; {plan.crash}")
+    return progressing
 
 
 def _unobserved(resource: Object, now: datetime, failures: Sequence[Problem]) -> Object:

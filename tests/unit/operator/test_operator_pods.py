@@ -1,5 +1,6 @@
 """Reasons why pods do not serve, from pod status and Events."""
 
+import re
 from dataclasses import replace
 from datetime import timedelta
 from decimal import Decimal
@@ -8,11 +9,20 @@ from typing import Any
 import pytest
 
 from lmcache_operator.contract.conditions import Problem
+from lmcache_operator.pods.output import last_error
 from lmcache_operator.pods.placement import unplaced_message
 from lmcache_operator.pods.pods import has_no_node, kill_problems, next_eviction, pod_problems, why_unplaced
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 from tests.harness.operator.model import World
-from tests.harness.operator.plans import EARLY, STATEFUL_SET, carry_out, observe, plan, settled_world
+from tests.harness.operator.plans import (
+    EARLY,
+    STATEFUL_SET,
+    carry_out,
+    observe,
+    plan,
+    settled_world,
+    status_of,
+)
 
 Object = dict[str, Any]
 POD = "demo-engine-0"
@@ -55,8 +65,61 @@ def test_crash_loop_is_reported_with_last_log_lines_also_while_it_runs() -> None
     assert reasons == [[], *[["CrashLoopBackOff"]] * 4]
     assert problems(world)[0].message == (
         "pod demo-engine-0, container engine: ended 3 times, the last time with Error, exit code 1: "
-        "line 5 [0m | line 6 [0m | line 7 [0m | line 8 [0m | ValueError: no such model"
+        "ValueError: no such model"
     )
+
+
+MISSPELT = """\
+ory_bytes': 167772160, 'prefix_caching_hash_algo': 'sha256'}
+(APIServer pid=1) Traceback (most recent call last):
+(APIServer pid=1)   File "/opt/vllm/entrypoints/cli/main.py", line 73, in main
+(APIServer pid=1)     args.dispatch_function(args)
+(APIServer pid=1) pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+(APIServer pid=1)   Value error, Invalid repository ID or local directory specified: '/modles'.
+(APIServer pid=1) For further information visit https://errors.pydantic.dev/2.12/v/value_error"""
+NO_MEMORY_LEFT = """\
+(EngineCore pid=7) ERROR 11-29 10:01:02 [core.py:842]     raise ValueError(
+(EngineCore pid=7) ERROR 11-29 10:01:02 [core.py:842] ValueError: No available memory for the cache blocks.
+(APIServer pid=1) Traceback (most recent call last):
+(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above.
+/usr/lib/python3.12/multiprocessing/resource_tracker.py:279: UserWarning: resource_tracker: 1 leaked"""
+
+
+@pytest.mark.parametrize(
+    ("output", "quoted"),
+    [
+        (
+            "vllm serve: error: unrecognized arguments: --foo",
+            "vllm serve: error: unrecognized arguments: --foo",
+        ),
+        ("a\nFound ulimit of 20000 and failed to automatically increase", "a"),
+        ("Found ulimit of 20000", "Found ulimit of 20000"),
+        (NO_MEMORY_LEFT, NO_MEMORY_LEFT.splitlines()[1]),
+        (MISSPELT, re.sub(" +", " ", " | ".join(MISSPELT.splitlines()[4:6]))),
+        ("", ""),
+    ],
+)
+def test_error_is_quoted_instead_of_the_lines_after_it(output: str, quoted: str) -> None:
+    assert last_error(output) == quoted
+
+
+@pytest.mark.parametrize("now", ["running", "terminated"])
+def test_first_crash_is_reported_while_the_container_starts_again(now: str) -> None:
+    crash = ended(1, message=MISSPELT) | {"startedAt": "2025-12-31T23:58:29Z"}
+    restarted = container("engine", now=now, restarts=int(now == "running"), last=crash)
+    world = world_with(containerStatuses=[restarted])
+    status = status_of(world)
+    progressing, degraded = (
+        next(each for each in status["conditions"] if each["type"] == kind)
+        for kind in ("Progressing", "Degraded")
+    )
+    assert (progressing["status"], progressing["reason"], degraded["status"]) == ("True", "Starting", "False")
+    assert progressing["message"].startswith(
+        f"0 of 1 engine pods are ready; pod {POD}, container engine: ended once with exit code 1 after 31 s, "
+        "and starts again: (APIServer pid=1) pydantic_core._pydantic_core.ValidationError: 1 validation error"
+    )
+    crash["exitCode"] = 0
+    assert "ended" not in str(status_of(world))
 
 
 def test_last_log_lines_are_shortened() -> None:
