@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import io
 import os
 import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
+from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import yaml
 
-from lmcache_operator.errors import FileError, NoAnswerError, NotFoundError, OperatorError
-from lmcache_operator.kube.refusals import with_field
+from lmcache_operator.errors import ApiError, FileError, NoAnswerError, NotFoundError, OperatorError
+from lmcache_operator.kube.refusals import error_of, with_field
 from lmcache_operator.specs import Object
-from lmcache_operator.specs.kinds import CLUSTER
+from lmcache_operator.specs.kinds import CLUSTER, NAMESPACE
 from lmcache_store.common.text import plain
 
 if TYPE_CHECKING:  # the client takes half a second to import, which completion and --help need not spend
@@ -40,13 +41,15 @@ class ApiConnection(NamedTuple):
 
     api: KubeApi
     namespace: str
+    context: str = ""
+    """Context of the kubeconfig; empty in a pod."""
 
     async def cluster(self, name: str | None) -> Object:
         """Read an LMCacheCluster; None: the only one of the namespace. Raises NotFoundError, ApiError."""
         if name is not None:
             resource = await _soon(self.api.get(CLUSTER, self.namespace, name))
             if resource is None:
-                raise no_cluster(name, self.namespace)
+                raise await self._lacks(no_cluster(name, self.namespace))
             return with_field("metadata", resource)
         clusters = await self.clusters()
         if len(clusters) == 1:
@@ -58,11 +61,28 @@ class ApiConnection(NamedTuple):
         """Read all LMCacheClusters of the namespace. Raises NotFoundError if it has none, or ApiError."""
         clusters = await _soon(self.api.find(CLUSTER, self.namespace))
         if not clusters:
-            raise NotFoundError(
-                f"namespace {self.namespace} has no LMCacheCluster: "
-                "`kubectl get lmcacheclusters -A` lists all"
-            )
+            text = f"namespace {self.namespace} has no LMCacheCluster"
+            raise await self._lacks(NotFoundError(f"{text}: `kubectl get lmcacheclusters -A` lists all"))
         return clusters
+
+    async def _lacks(self, error: NotFoundError) -> OperatorError:
+        """Return the error, or another one if not even the namespace or the kind of object exists."""
+        with contextlib.suppress(ApiError):  # the user may have no right to read namespaces
+            if not await self.api.serves(CLUSTER):
+                return error_of(f"{CLUSTER.plural}.{CLUSTER.group}", HTTPStatus.NOT_FOUND, b"")
+            if await self.api.get(NAMESPACE, "", self.namespace) is None:
+                text = f"there is no namespace {self.namespace}: `kubectl get namespaces` lists all"
+                return NotFoundError(text)
+        return error
+
+    def located(self, error: OperatorError) -> OperatorError:
+        """Return an error of a call with the context and the API server, which may be the wrong ones."""
+        server = f"context {self.context} ({self.api.server})" if self.context else self.api.server
+        if isinstance(error, NoAnswerError):
+            option = f" --context {self.context}" if self.context else ""
+            about = f"Check that this machine reaches it: kubectl{option} cluster-info"
+            return OperatorError(f"{server}: {error.message}. {about}")
+        return OperatorError(f"{server}: {error}")
 
 
 def no_cluster(name: str, namespace: str) -> NotFoundError:
@@ -76,8 +96,7 @@ async def _soon(answer: Awaitable[_T]) -> _T:
     try:
         return await asyncio.wait_for(answer, _FIRST_SECONDS)
     except TimeoutError as error:
-        message = f"no answer within {_FIRST_SECONDS:g} s: check the connection with `kubectl version`"
-        raise NoAnswerError("the API server", message) from error
+        raise NoAnswerError("the API server", f"no answer within {_FIRST_SECONDS:g} s") from error
 
 
 def object_name(text: str) -> str:
@@ -109,7 +128,10 @@ def run(arguments: argparse.Namespace, command: Callable[[ApiConnection], Awaita
 
     async def connected_command() -> int:
         async with connected(arguments) as connection:
-            return await command(connection)
+            try:
+                return await command(connection)
+            except (ApiError, NotFoundError) as error:
+                raise connection.located(error) from error
 
     return reported(lambda: asyncio.run(connected_command()))
 
@@ -138,25 +160,21 @@ async def connected(arguments: argparse.Namespace) -> AsyncIterator[ApiConnectio
     from kubernetes.aio.config import ConfigException
 
     from lmcache_operator.kube.client import connect
-    from lmcache_operator.kube.watch import default_namespace
+    from lmcache_operator.kube.watch import context_of
 
     if arguments.kubeconfig:
         os.environ["KUBECONFIG"] = arguments.kubeconfig
     async with AsyncExitStack() as stack:
         try:
-            namespace = arguments.namespace or default_namespace(arguments.context)
+            context, namespace = context_of(arguments.context)
             api = await stack.enter_async_context(connect(context=arguments.context))
         except (ConfigException, OSError, yaml.YAMLError) as error:
             raise _kubeconfig_error(str(error)) from error
         except (ValueError, TypeError, AttributeError, LookupError) as error:  # a value of a wrong type
             raise _kubeconfig_error("it is not a valid kubeconfig") from error
-        yield ApiConnection(api, namespace)
+        yield ApiConnection(api, arguments.namespace or namespace, context)
 
 
 def _kubeconfig_error(reason: str) -> FileError:
     files = os.environ.get("KUBECONFIG", "~/.kube/config")
-    if not any(Path(file).expanduser().exists() for file in files.split(os.pathsep)):
-        return FileError(
-            f"{files}: there is no such file. Name your kubeconfig with --kubeconfig or KUBECONFIG"
-        )
     return FileError(f"{files}: {plain(reason)}. `kubectl config view` shows what kubectl reads of it")

@@ -105,6 +105,11 @@ class KubeApi:
         self._slots, self._lists = asyncio.Semaphore(_MAX_REQUESTS), asyncio.Semaphore(_MAX_LISTS)
         self._writes = set[asyncio.Task[Any]]()
 
+    @property
+    def server(self) -> str:
+        """URL of the API server."""
+        return str(self._client.configuration.host)
+
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         """Read an object; None if it does not exist. Cluster-scoped objects have the namespace ""."""
         status, answer = await self._call("GET", _path(kind, namespace, name), accept=(HTTPStatus.NOT_FOUND,))

@@ -8,12 +8,15 @@ from typing import Any
 
 import aiohttp
 
+from lmcache_operator.api import GROUP
 from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError, UnavailableError
 from lmcache_operator.kube.shallow import loads
 from lmcache_operator.specs import Object
 
 _UNAVAILABLE_STATUSES = frozenset({408, 409, 410, 429})  # 410: the first page of a list is old
 
+_NEEDED = {"cert-manager": "cert-manager", GROUP: "LMCache Cluster's chart, or a newer version of it"}
+"""Projects whose installation defines kinds of objects, by a part of these kinds' paths."""
 _NOT_KUBERNETES = "it does not answer like a Kubernetes API server: check its address in the kubeconfig"
 
 
@@ -48,9 +51,7 @@ def error_of(what: str, status: int, body: bytes) -> ApiError:
     except (ValueError, KeyError, TypeError):
         message, is_explained = body[:200].decode(errors="replace") or f"HTTP {status}", True
         if status == HTTPStatus.NOT_FOUND:  # for a missing object the answer has a reason
-            needed = (
-                "cert-manager" if "cert-manager" in what else "a newer Kubernetes, or the chart's definitions"
-            )
+            needed = next((name for part, name in _NEEDED.items() if part in what), "a newer Kubernetes")
             message = f"the API server does not know this kind of object: it needs {needed}"
     if status == 0:
         return NoAnswerError(what, message)

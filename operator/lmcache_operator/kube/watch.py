@@ -19,7 +19,9 @@ import kopf
 from kubernetes.aio import config as kube_config
 from kubernetes.aio.client import Configuration
 from kubernetes.aio.client.rest import RESTClientObject
+from kubernetes.aio.config.kube_config import KubeConfigMerger
 
+from lmcache_operator.errors import FileError
 from lmcache_operator.kube import refused_reads
 from lmcache_operator.kube.shallow import loads
 from lmcache_operator.specs.kinds import controller_of
@@ -51,16 +53,30 @@ def _is_in_pod() -> bool:
     return "KUBECONFIG" not in os.environ and "KUBERNETES_SERVICE_HOST" in os.environ
 
 
-def default_namespace(context: str | None = None) -> str:
-    """Namespace of a context of the kubeconfig, as kubectl uses it. None: the present context.
+def context_of(name: str | None = None) -> tuple[str, str]:
+    """Name and namespace of a context of the kubeconfig, as kubectl uses them. None: the present context.
 
-    Without a kubeconfig, it is the namespace of this pod.
+    In a pod without a kubeconfig, the name is empty, and the namespace is that of the pod.
+
+    Raises:
+        FileError: there is no kubeconfig.
+        ConfigException: it has no such context.
     """
     if _is_in_pod():
-        return _POD_NAMESPACE.read_text(encoding="utf-8")
-    contexts, present = kube_config.list_kube_config_contexts(os.environ.get("KUBECONFIG"))
-    named = present if context is None else next((c for c in contexts if c["name"] == context), {})
-    return (named.get("context") or {}).get("namespace") or "default"
+        return "", _POD_NAMESPACE.read_text(encoding="utf-8")
+    files = os.environ.get("KUBECONFIG", "~/.kube/config")
+    if not any(Path(file).expanduser().exists() for file in files.split(os.pathsep)):
+        raise FileError(
+            f"{files}: there is no such file. Name your kubeconfig with --kubeconfig or KUBECONFIG"
+        )
+    config = KubeConfigMerger(files).config
+    contexts = {each.value["name"]: each.value["context"] for each in config.value["contexts"]}
+    name, listed = name or config.value.get("current-context"), ", ".join(contexts) or "none"
+    if not name:
+        raise kube_config.ConfigException(f"it has no present context: choose {listed} with --context")
+    if name not in contexts:
+        raise kube_config.ConfigException(f"there is no context {name!r}: it has {listed}")
+    return name, (contexts[name] or {}).get("namespace") or "default"
 
 
 async def login(**_: Any) -> kopf.AiohttpSession:

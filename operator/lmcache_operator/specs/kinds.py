@@ -48,6 +48,7 @@ CLUSTER = Kind(GROUP, VERSION, KIND, PLURAL)
 POD = Kind("", "v1", "Pod", "pods")
 EVENT = Kind("", "v1", "Event", "events")
 NODE = Kind("", "v1", "Node", "nodes")
+NAMESPACE = Kind("", "v1", "Namespace", "namespaces")
 SECRET = Kind("", "v1", "Secret", "secrets")
 LEASE = Kind("coordination.k8s.io", "v1", "Lease", "leases")
 

@@ -69,12 +69,92 @@ def test_broken_kubeconfig_is_named_in_one_line(kubeconfig, capsys, content: byt
     assert "kubectl config view" in line
 
 
-def test_missing_kubeconfig_is_named(kubeconfig, capsys) -> None:
+def test_missing_kubeconfig_is_named(kubeconfig, capsys, caplog) -> None:
     kubeconfig.unlink()
     assert main(["status", "demo"]) == 2
+    assert not caplog.records, "without a handler, a warning of the client is a line of its own"
     assert capsys.readouterr().err == (
         f"error: {kubeconfig}: there is no such file. Name your kubeconfig with --kubeconfig or KUBECONFIG\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "sentence"),
+    [
+        (["--context", "prdo"], {}, "there is no context 'prdo': it has c, staging"),
+        ([], {"current-context": "old"}, "there is no context 'old': it has c, staging"),
+        ([], {"current-context": ""}, "it has no present context: choose c, staging with --context"),
+        (["--context", "prdo"], {"contexts": []}, "there is no context 'prdo': it has none"),
+    ],
+)
+def test_unknown_context_lists_the_contexts(kubeconfig, capsys, words, changes, sentence) -> None:
+    contexts = [*CONFIG["contexts"], {"name": "staging", "context": {"cluster": "c", "user": "u"}}]
+    kubeconfig.write_text(json.dumps(CONFIG | {"contexts": contexts} | changes))
+    assert main(["status", *words]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {kubeconfig}: {sentence}. ")
+
+
+@pytest.mark.parametrize("words", [["status"], ["status", "demo"], ["explain"], ["doctor"], ["report"]])
+def test_unreachable_api_server_is_named_with_its_context(kubeconfig, capsys, words) -> None:
+    assert main(words) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: context c (http://127.0.0.1:1): ")
+    assert "Cannot connect to host 127.0.0.1:1" in line
+    assert line.endswith(". Check that this machine reaches it: kubectl --context c cluster-info")
+
+
+def api_server(namespaces: int, clusters: Any = ()) -> type[JsonHandler]:
+    """Return an API server whose answer about a namespace has this status. The clusters are in each."""
+
+    class Handler(JsonHandler):
+        def do_GET(self) -> None:
+            is_list = self.path.partition("?")[0].endswith("lmcacheclusters")
+            if self.path.endswith("/v1alpha1"):
+                self.answer({"resources": [{"name": "lmcacheclusters"}]})
+            elif is_list:
+                self.answer({"items": clusters, "metadata": {}})
+            else:
+                is_namespace = self.path.startswith("/api/v1/namespaces/")
+                self.answer({"message": "no", "reason": "No"}, namespaces if is_namespace else 404)
+
+    return Handler
+
+
+@pytest.mark.parametrize(
+    ("status", "words", "sentence"),
+    [
+        (404, ["status"], "there is no namespace nosuch: `kubectl get namespaces` lists all"),
+        (404, ["status", "demo"], "there is no namespace nosuch: `kubectl get namespaces` lists all"),
+        (404, ["top", "--once"], "there is no namespace nosuch: `kubectl get namespaces` lists all"),
+        (
+            200,
+            ["status"],
+            "namespace nosuch has no LMCacheCluster: `kubectl get lmcacheclusters -A` lists all",
+        ),
+        (403, ["status", "demo"], "there is no LMCacheCluster demo in namespace nosuch: `kubectl get"),
+    ],
+)
+def test_misspelt_namespace_is_named(kubeconfig, capsys, status, words, sentence) -> None:
+    with serving(api_server(status)) as server:
+        lead_to(kubeconfig, f"http://127.0.0.1:{server.server_port}")
+        assert main([*words, "-n", "nosuch"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: context c (http://127.0.0.1:{server.server_port}): {sentence}")
+
+
+@pytest.mark.parametrize("words", [["status"], ["status", "demo"], ["top", "--once"], ["report"]])
+def test_kubernetes_without_an_installation_is_named(kubeconfig, capsys, words) -> None:
+    class Handler(JsonHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+    with serving(Handler) as server:
+        lead_to(kubeconfig, f"http://127.0.0.1:{server.server_port}")
+        assert main(words) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "context c" in line
+    assert "the API server does not know this kind of object: it needs LMCache Cluster's chart" in line
 
 
 def test_empty_variable_counts_as_none(tmp_path) -> None:
@@ -116,7 +196,7 @@ def test_namespace_of_a_pod_is_that_of_its_service_account(tmp_path, monkeypatch
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setattr(watch, "_POD_NAMESPACE", tmp_path / "namespace")
     (tmp_path / "namespace").write_text("team")
-    assert watch.default_namespace() == "team"
+    assert watch.context_of() == ("", "team")
 
 
 def test_reader_that_closes_the_pipe_ends_the_command_quietly() -> None:
