@@ -9,7 +9,7 @@ of several operators, and ``reconcile`` handles one cluster. ``components`` rend
 Users can rely on these promises:
 
 - If several operators run, only the holder of the Lease writes (ADR 27).
-- The operator writes nothing for an unchanged cluster, nor after its own restart.
+- For an unchanged cluster, the operator writes only a heartbeat each minute, also after its own restart.
 - The answers of sidecars change the status, and sizes within the declared bounds, but nothing else.
 - Cached data survives any failure of the operator, and objects can be deleted while it is down.
 """

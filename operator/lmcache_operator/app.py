@@ -26,6 +26,7 @@ from aiohttp import web
 from prometheus_client import start_http_server
 
 from lmcache_operator import metrics
+from lmcache_operator.api import HEARTBEAT
 from lmcache_operator.autoscaling.poller import Poller
 from lmcache_operator.components.registry import COMPONENTS, kinds_of
 from lmcache_operator.contract.base import Context
@@ -53,6 +54,8 @@ _NUM_LOOKS_FOR_PROFILES = 10
 """Number of checks for the LMCacheProfile definition. Engines run without it; a condition reports it."""
 _POLL_SECONDS = 5.0
 """Timeout of one request of the autoscaling poller."""
+_IN_HEARTBEATS = {"managedFields", "resourceVersion", HEARTBEAT}
+"""Fields of an LMCacheCluster's metadata and status that each heartbeat changes."""
 _Queue = KeyedQueue[ClusterKey]
 
 
@@ -107,7 +110,7 @@ async def _work(
             api, context, stats.read,
             token_of=stats.token, autoscaler=poller, wake=lambda key: queue.wake(key),
         )  # fmt: skip
-        queue = KeyedQueue(reconciler.reconcile, num_workers=_NUM_WORKERS)
+        queue = KeyedQueue(reconciler.reconcile, num_workers=_NUM_WORKERS, rest=reconciler.rest)
 
         async def settle() -> None:
             await poller.close()
@@ -213,16 +216,24 @@ async def wait_for_definition(api: KubeApi) -> None:
 def build_registry(queue: _Queue, settle: Callable[[], Awaitable[object]]) -> kopf.OperatorRegistry:
     """The event handlers of kopf, which wake clusters. At exit, ``settle`` waits for pending writes."""
     registry = kopf.OperatorRegistry()
+    reports: dict[str, Object] = {}  # of clusters with an owner, by their uids
 
     # These are coroutines, because kopf runs plain functions in threads, and the queue is not thread-safe.
     async def cluster_changed(
-        namespace: str | None, meta: Mapping[str, Any], type: str | None, **_: Any
+        namespace: str | None, meta: Mapping[str, Any], type: str | None, status: Mapping[str, Any], **_: Any
     ) -> None:
         # A status write does not change the generation, and so wakes no cluster. Otherwise a status text that
         # differs each time would defeat all back-offs.
         version = None if type == "DELETED" else (meta.get("generation"), dict(meta.get("annotations") or {}))
         queue.wake(ClusterKey(namespace or "", meta["name"], meta["uid"]), version)
-        await child_changed(namespace, meta)  # the status of prefill pods is part of their owner's
+        # The status of prefill pods is part of their owner's, which is not woken by heartbeats.
+        if (owner := owner_key(namespace or "", meta)) is not None:
+            parts, former = {**meta, **status}, reports.pop(meta["uid"], None)
+            report = {name: parts[name] for name in parts.keys() - _IN_HEARTBEATS}
+            if type != "DELETED":
+                reports[meta["uid"]] = report
+            if type == "DELETED" or report != former:
+                queue.wake(owner)
 
     async def child_changed(namespace: str | None, meta: Mapping[str, Any], **_: Any) -> None:
         if (key := owner_key(namespace or "", meta)) is not None:

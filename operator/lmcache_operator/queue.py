@@ -18,8 +18,8 @@ import contextlib
 import enum
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
-from typing import Generic, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable
+from typing import Any, Generic, TypeVar
 
 from lmcache_operator.errors import OperatorError
 from lmcache_store.common.backoff import Backoff
@@ -58,7 +58,7 @@ class KeyedQueue(Generic[Key]):
 
     ``work`` returns the seconds until the next run without a wake-up, or None if the key no longer exists.
     Then its lane ends, unless it was woken meanwhile. Work that raises is retried after a back-off, or at the
-    next wake-up.
+    next wake-up. ``rest(key)`` runs between two runs of the key, and the next run cancels it.
     """
 
     def __init__(
@@ -67,8 +67,9 @@ class KeyedQueue(Generic[Key]):
         *,
         num_workers: int,
         debounce_seconds: float = 0.05,
+        rest: Callable[[Key], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
-        self._work = work
+        self._work, self._rest = work, rest
         self._num_free = num_workers
         self._waiting: list[_Lane] = []
         self._debounce_seconds = debounce_seconds
@@ -125,7 +126,7 @@ class KeyedQueue(Generic[Key]):
         while True:
             # Python 3.11's `wait_for` may ignore that `close` cancels it while a wake-up arrives.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(delay):
+                async with self._resting(key, lane), asyncio.timeout(delay):
                     await lane.wakeup.wait()
             # Changes of a key arrive in bursts, and one run handles all of them.
             await asyncio.sleep(self._debounce_seconds)
@@ -142,6 +143,18 @@ class KeyedQueue(Generic[Key]):
             if delay is None and not lane.wakeup.is_set():
                 del self._lanes[key]
                 return
+
+    @contextlib.asynccontextmanager
+    async def _resting(self, key: Key, lane: _Lane) -> AsyncIterator[None]:
+        """Run ``rest`` of a key while the context is open, unless a run is due already."""
+        if self._rest is None or lane.wakeup.is_set():
+            yield
+            return
+        task = asyncio.create_task(self._rest(key), name=f"rest of {key}")
+        try:
+            yield
+        finally:
+            task.cancel()
 
     @contextlib.asynccontextmanager
     async def _turn(self, lane: _Lane) -> AsyncIterator[None]:

@@ -10,6 +10,7 @@ from testing.kube.api import ApiError, Object
 from testing.kube.audit import Request
 from testing.kube.cluster import Cluster
 from tests.harness.kube import CLUSTERS, Operator, is_since
+from tests.harness.operator.clusters import written
 from tests.harness.operator.settled_specs import check_condition
 from tests.harness.operator.spec_fuzz import seeds, spec
 
@@ -50,8 +51,8 @@ def conditions(cluster: Object) -> dict[str, Object]:
 
 
 def writes(plane: Cluster, operator: Operator, mark: int, namespace: str) -> list[Request]:
-    """The operator's successful writes, without Events."""
-    all_writes = plane.written_since(mark, by=operator.user, namespace=namespace)
+    """The operator's successful writes, without Events and heartbeats."""
+    all_writes = written(plane, operator, mark, namespace)
     return [write for write in all_writes if write.code < 300 and write.resource != "events"]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmcache_operator import __version__
-from lmcache_operator.api import GROUP, KIND, PLURAL, PROFILE_KIND, PROFILE_PLURAL, VERSION
+from lmcache_operator.api import GROUP, HEARTBEAT, KIND, PLURAL, PROFILE_KIND, PROFILE_PLURAL, VERSION
 from lmcache_operator.api.documents import dump
 from lmcache_operator.api.engine_kinds import ENGINE_KINDS
 from lmcache_operator.api.fields import Field, Rule, is_part
@@ -117,7 +117,10 @@ _COLUMNS = [
     _column("Ready", ".status.readyReplicas", "integer"),
     _column("Status", ".status.conditions[?(@.type=='Ready')].reason"),
     _column("Memory", ".spec.tiers.memory.size"),
+    _column("Heartbeat", f".status.{HEARTBEAT}", "date"),
     _column("Age", ".metadata.creationTimestamp", "date"),
+    _column("Generation", ".metadata.generation", "integer", priority=1),
+    _column("Observed", ".status.observedGeneration", "integer", priority=1),
     _column("Engine", ".spec.engine.kind", priority=1),
     _column("Transfer", ".status.transfer.mode", priority=1),
     _column("Disk", ".spec.tiers.disk.size", priority=1),

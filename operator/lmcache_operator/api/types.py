@@ -346,4 +346,9 @@ class Status(Part):
     router: RouterStatus | None = field("Pods of the router.")
     prefill: PrefillStatus | None = field("Pods that only compute prompts.")
     autoscaling: AutoscalingStatus | None = field("Recommended sizes of tiers, and the reasons.")
+    last_heartbeat_time: str | None = field(
+        "Time at which the operator last confirmed this status, which it does once a minute. If this time is "
+        "older than 150 s, no operator works on this object.",
+        format="date-time",
+    )
     conditions: list[StatusCondition] = field("Aspects of the present state.", default=[], **_MAP_BY_TYPE)

@@ -172,10 +172,12 @@ class KubeApi:
         body = wanted | {"metadata": wanted["metadata"] | condition}
         await self._call("PATCH", _path_of(wanted), body, query=_FORCE)
 
-    async def apply_status(self, wanted: Object) -> None:
-        """Server-side apply of the status. Does nothing if the object no longer exists."""
+    async def apply_status(self, wanted: Object, manager: str = FIELD_MANAGER) -> Object | None:
+        """Server-side apply of the status. Returns the object, or None if it no longer exists."""
+        path, query = f"{_path_of(wanted)}/status", _FORCE | {"fieldManager": manager}
         accept = (HTTPStatus.NOT_FOUND,)
-        await self._call("PATCH", f"{_path_of(wanted)}/status", wanted, query=_FORCE, accept=accept)
+        status, stored = await self._call("PATCH", path, wanted, query=query, accept=accept)
+        return None if status in accept else stored
 
     async def create(self, kind: Kind, wanted: Object) -> Object | None:
         """Create an object. Returns it as stored, or None if the name is taken."""

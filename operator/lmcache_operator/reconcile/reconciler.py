@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any, Protocol
 
 from lmcache_operator import metrics
-from lmcache_operator.api import API_VERSION, KIND
+from lmcache_operator.api import API_VERSION, HEARTBEAT, KIND
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
 from lmcache_operator.contract.conditions import Event, Problem
@@ -35,12 +35,15 @@ from lmcache_operator.reconcile.status import changed_conditions, derive_status,
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import CLUSTER, ClusterKey
 from lmcache_operator.specs.merge import dig
+from lmcache_operator.specs.names import HEARTBEAT_MANAGER
 from lmcache_store.common.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
 _RESYNC_SECONDS = 900.0
 """Time between reconciliations of a cluster without any change."""
+_HEARTBEAT_SECONDS = 60.0
+"""Longest time between two heartbeats of an idle cluster."""
 _ALWAYS_KNOWN = ("conditions", "observedGeneration", "readyReplicas", "replicas", "selector")
 """Fields of the status in every version of the LMCacheCluster definition."""
 _GET_CLUSTER = f"get {CLUSTER.plural}"
@@ -59,6 +62,8 @@ class _Memory:
     """Fields that another client keeps changing back."""
     absent: AbsentChildren = field(default_factory=AbsentChildren)
     """Children that need no read, because they do not exist and the spec does not ask for them."""
+    confirmed: float = -math.inf
+    """Time of the latest heartbeat."""
     num_failures: int = 0
     """Consecutive reconciliations that failed."""
     num_waits: int = 0
@@ -103,7 +108,8 @@ class Reconciler:
         Args:
             read_stats: reads /stats of the sidecar at an IP address, with the token for a cluster's uid.
             token_of: the operator's token for the sidecars of the cluster with this uid; empty: none.
-            wake: schedules a reconciliation of another cluster, which a change of this one affects.
+            wake: schedules a reconciliation: of another cluster, which a change of this one affects, or of a
+                cluster whose change was overlooked.
         """
         self._api = api
         self._context = context
@@ -131,6 +137,7 @@ class Reconciler:
                 resource = await self._api.get(CLUSTER, key.namespace, key.name)
             except RefusedError as error:
                 refused_reads.refuse(key.namespace, _GET_CLUSTER, error.message)
+                self._memories.pop(key, None)  # an operator that reads nothing confirms nothing
                 return _WAIT.cap
             refused_reads.allow(key.namespace, _GET_CLUSTER)
             if resource is None or resource["metadata"]["uid"] != key.uid:
@@ -143,8 +150,27 @@ class Reconciler:
                 self._forget(key)
                 return None
             self._wake_affected(key, resource)
+            (resource.get("status") or {}).pop(HEARTBEAT, None)  # `rest` writes it, with a manager of its own
             fresh = _Memory(SidecarProber(self._read_stats_of(key), self._monotonic))
             return await self._reconcile(key, resource, self._memories.setdefault(key, fresh))
+
+    async def rest(self, key: ClusterKey) -> None:
+        """Confirm the status of a cluster once a minute, until the caller cancels this for the next run.
+
+        Thus readers see that an operator works. The answer reveals a change whose event was lost.
+        """
+        while memory := self._memories.get(key):
+            due = memory.confirmed + _HEARTBEAT_SECONDS * random.uniform(0.8, 1.0)
+            await asyncio.sleep(max(0.0, due - self._monotonic()))
+            memory.confirmed = self._monotonic()
+            status = {HEARTBEAT: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
+            try:
+                live = await self._api.apply_status(_header(key) | {"status": status}, HEARTBEAT_MANAGER)
+            except ApiError as error:
+                logger.info("%s: no heartbeat: %s", key, error)
+                continue
+            if live is None or live["metadata"].get("generation") != live["status"].get("observedGeneration"):
+                self._wake(key)
 
     def _read_stats_of(self, key: ClusterKey) -> ReadStats:
         return lambda address: self._read_stats(address, key.uid)
@@ -224,10 +250,9 @@ class Reconciler:
         changed = changed_conditions(before, status)
         measure(key, status)
         if status != before:
-            metadata = {"name": key.name, "namespace": key.namespace, "uid": key.uid}
-            header = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata}
+            header = _header(key)
             try:
-                await self._api.apply_status({**header, "status": status})
+                await self._api.apply_status(header | {"status": status})
             except RefusedError as error:
                 logger.warning(
                     "%s: status refused; is the LMCacheCluster CRD older than this operator? %s", key, error
@@ -257,6 +282,11 @@ class Reconciler:
                 await self._api.post_event(resource, *event, now)
             except ApiError as error:
                 logger.warning("%s: could not post an Event: %s", key, error)
+
+
+def _header(key: ClusterKey) -> Object:
+    metadata = {"name": key.name, "namespace": key.namespace, "uid": key.uid}
+    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata}
 
 
 def _problems_of(failure: Exception | None, memory: _Memory) -> list[Problem]:

@@ -14,6 +14,8 @@ from lmcache_operator.specs import Images, Object
 from lmcache_operator.specs.kinds import BY_NAME
 
 FIELD_MANAGER = "lmcache-operator"
+HEARTBEAT_MANAGER = f"{FIELD_MANAGER}-heartbeat"
+"""Owner of `HEARTBEAT`, so that no write of the other fields of the status removes it."""
 CLUSTER_LABEL = "lmcache.io/cluster"
 COMPONENT_LABEL = "lmcache.io/component"
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"

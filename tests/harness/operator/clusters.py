@@ -3,6 +3,7 @@
 import time
 from datetime import UTC, datetime
 
+from lmcache_operator.specs.names import HEARTBEAT_MANAGER
 from testing.kube.api import Object
 from testing.kube.audit import Request
 from testing.kube.cluster import Cluster
@@ -81,4 +82,6 @@ def wait_quiet(plane: Cluster, operator: Operator, namespace: str) -> None:
 
 
 def written(plane: Cluster, operator: Operator, mark: int, namespace: str) -> list[Request]:
-    return plane.written_since(mark, by=operator.user, namespace=namespace)
+    """Writes of the operator, except for its heartbeats."""
+    writes = plane.written_since(mark, by=operator.user, namespace=namespace)
+    return [write for write in writes if HEARTBEAT_MANAGER not in write.uri]

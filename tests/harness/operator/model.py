@@ -11,10 +11,11 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
+from lmcache_operator.api import HEARTBEAT
 from lmcache_operator.errors import RefusedError
 from lmcache_operator.specs.kinds import CLUSTER, EVENT, NODE, POD, Kind, Ref, controller_uid
 from lmcache_operator.specs.merge import ITEM_KEYS, merge
-from lmcache_operator.specs.names import FIELD_MANAGER, RESIZE_REFUSED
+from lmcache_operator.specs.names import FIELD_MANAGER, HEARTBEAT_MANAGER, RESIZE_REFUSED
 
 Object = dict[str, Any]
 MINIMAL_SPEC: Object = {"model": {"name": "org/model"}, "engine": {}, "tiers": {"memory": {"size": "1Gi"}}}
@@ -203,9 +204,21 @@ class World:
         self.pods = {k: pod for k, pod in self.pods.items() if controller_uid(pod) != uid}
         return True
 
-    async def apply_status(self, wanted: Object) -> None:
-        self.writes.append("status")
-        self.resource["status"] = copy.deepcopy(wanted["status"])
+    async def apply_status(self, wanted: Object, manager: str = FIELD_MANAGER) -> Object | None:
+        """Apply the status as the API server does: the heartbeat has an owner of its own."""
+        self._raise_failure("heartbeat" if manager == HEARTBEAT_MANAGER else "status")
+        status = copy.deepcopy(wanted["status"])
+        if manager == HEARTBEAT_MANAGER:
+            self.writes.append("heartbeat")
+            self.resource["status"] |= status
+        else:
+            self.writes.append("status")
+            assert HEARTBEAT not in status
+            heartbeat = {
+                key: time for key, time in self.resource.get("status", {}).items() if key == HEARTBEAT
+            }
+            self.resource["status"] = status | heartbeat
+        return copy.deepcopy(self.resource)
 
     def edit(self, ref: Ref, *path: str, value: Any) -> None:
         """Set a field as another owner, or remove it (None). The operator does not own it any more."""

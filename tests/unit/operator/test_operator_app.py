@@ -27,8 +27,9 @@ class WatchedWorld(World):
         self.runs: list[float] = []
 
         reconciler = Reconciler(
-            cast(KubeApi, self), CONTEXT, lambda address, _: self.ask(address), monotonic=now
-        )
+            cast(KubeApi, self), CONTEXT, lambda address, _: self.ask(address), monotonic=now,
+            wake=lambda key: self.queue.wake(key),
+        )  # fmt: skip
 
         async def work(key: ClusterKey) -> float | None:
             self.runs.append(now())
@@ -39,16 +40,18 @@ class WatchedWorld(World):
                 for pod in self.pods.values():
                     pod["status"] |= {"phase": "Running", "podIP": "10.0.0.1"}
 
-        self.queue = KeyedQueue(work, num_workers=1)
+        self.queue = KeyedQueue(work, num_workers=1, rest=reconciler.rest)
         self.handler, *_ = app.build_registry(self.queue, asyncio.Event().wait)._watching.get_all_handlers()
 
     async def notify(self, kind: str | None) -> None:
         meta: dict[str, Any] = self.resource["metadata"]
-        await cast(Any, self.handler.fn)(namespace=NAMESPACE, meta=meta, type=kind)
+        status = self.resource.get("status", {})
+        await cast(Any, self.handler.fn)(namespace=NAMESPACE, meta=meta, status=status, type=kind)
 
-    async def apply_status(self, wanted: dict[str, Any]) -> None:
-        await super().apply_status(wanted)
+    async def apply_status(self, wanted: dict[str, Any], *manager: str) -> Any:
+        live = await super().apply_status(wanted, *manager)
         await self.notify("MODIFIED")
+        return live
 
 
 def watch(seconds: float, prepare: Callable[[WatchedWorld], None]) -> list[float]:
@@ -114,6 +117,91 @@ def test_annotation_and_deletion_wake_a_cluster_and_status_does_not() -> None:
 
     num_first, *later = run(scenario())
     assert [num - num_first for num in later] == [0, 1, 2, 3]
+
+
+def test_heartbeat_confirms_an_idle_cluster_each_minute_and_wakes_nothing() -> None:
+    beats = list[float]()
+
+    def prepare(world: WatchedWorld) -> None:
+        apply_status = world.apply_status
+
+        async def apply(wanted: dict[str, Any], *manager: str) -> Any:
+            if manager:
+                beats.append(now())
+            return await apply_status(wanted, *manager)
+
+        world.apply_status = apply
+
+    runs = watch(3000, prepare)
+    quiet = [run for run in runs if run > 300]
+    assert len(quiet) <= 4, "reconciliations of an unchanged cluster"
+    pauses = [later - earlier for earlier, later in itertools.pairwise([0.0, *beats, 3000.0])]
+    assert max(pauses) <= 60, pauses
+    assert 50 <= len(beats) <= 70
+
+
+def test_heartbeat_finds_a_change_whose_event_was_lost() -> None:
+    async def scenario() -> float:
+        world = WatchedWorld()
+        await world.notify("ADDED")
+        await asyncio.sleep(310)
+        world.failures["heartbeat"] = UnavailableError("PATCH", "a restart")
+        world.change(engine={"image": "e:2"})
+        await asyncio.sleep(310)
+        assert max(world.runs) < 310, "no heartbeat reaches the API server"
+        world.failures.clear()
+        await asyncio.sleep(61)
+        await world.queue.close()
+        return max(world.runs)
+
+    assert 620 <= run(scenario()) < 681
+
+
+def test_operator_that_may_not_read_a_cluster_confirms_nothing() -> None:
+    async def scenario() -> list[str]:
+        world = WatchedWorld()
+        await world.notify("ADDED")
+        await asyncio.sleep(100)
+        world.failures["get LMCacheCluster"] = RefusedError("GET", "forbidden")
+        world.resource["metadata"]["generation"] += 1
+        await world.notify("MODIFIED")
+        await asyncio.sleep(1)
+        world.writes.clear()
+        await asyncio.sleep(300)
+        await world.queue.close()
+        return world.writes
+
+    assert run(scenario()) == []
+
+
+def test_owner_of_prefill_pods_is_woken_by_their_status_and_not_by_heartbeats() -> None:
+    async def scenario() -> list[int]:
+        woken, nums = list[ClusterKey](), list[int]()
+
+        async def work(key: ClusterKey) -> float:
+            woken.append(key)
+            return 1000.0
+
+        queue = KeyedQueue(work, num_workers=1)
+        handler, *_ = app.build_registry(queue, asyncio.Event().wait)._watching.get_all_handlers()
+        owner = {"apiVersion": "lmcache.io/v1alpha1", "kind": "LMCacheCluster", "name": "demo", "uid": "u"}
+        meta = {"name": "demo-prefill", "uid": "p", "ownerReferences": [owner | {"controller": True}]}
+        changes: list[tuple[str | None, dict[str, Any], dict[str, Any]]] = [
+            (None, {}, {}),
+            ("MODIFIED", {"resourceVersion": "7", "managedFields": []}, {"lastHeartbeatTime": "now"}),
+            ("MODIFIED", {"resourceVersion": "8"}, {"readyReplicas": 1}),
+            ("DELETED", {"resourceVersion": "8"}, {}),
+        ]
+        status: dict[str, Any] = {}
+        for kind, metadata, more in changes:
+            meta, status = meta | metadata, status | more
+            await cast(Any, handler.fn)(namespace=NAMESPACE, meta=meta, status=status, type=kind)
+            await asyncio.sleep(1)
+            nums.append(woken.count(ClusterKey(NAMESPACE, "demo", "u")))
+        await queue.close()
+        return nums
+
+    assert run(scenario()) == [1, 1, 2, 3]
 
 
 # -- start and end of the operator

@@ -33,9 +33,10 @@ class KillableWorld(World):
         await super().apply(wanted, uid)
         self._count_write()
 
-    async def apply_status(self, wanted: Any) -> None:
-        await super().apply_status(wanted)
+    async def apply_status(self, wanted: Any, *manager: str) -> Any:
+        live = await super().apply_status(wanted, *manager)
         self._count_write()
+        return live
 
     def _count_write(self) -> None:
         self.num_left -= 1
