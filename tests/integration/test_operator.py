@@ -1,12 +1,14 @@
 """The operator on a real API server with real controllers and scheduler. kwok plays the kubelet."""
 
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from testing.child_process import answers
 from testing.kube.api import Object
 from testing.kube.cluster import Cluster
+from tests.harness.commands.plugin import LIST_PODS, READ, Commands, kubeconfig_with
 from tests.harness.kube import CLUSTERS, EXAMPLE, NAME, Operator, example, new_namespace
 from tests.harness.operator.clusters import (
     ENGINE,
@@ -89,11 +91,46 @@ def test_example_gets_all_children_and_becomes_ready(plane, operator, namespace)
         assert pod["spec"]["nodeName"].startswith("node-")
 
 
+def columns(plane: Cluster, namespace: str) -> dict[str, str]:
+    """The first columns of ``kubectl get -o wide``, none of which is empty."""
+    header, row = plane.kubectl("get", "lmcluster", "--namespace", namespace, "-o", "wide").splitlines()
+    return dict(zip(header.split()[:11], row.split()[:11], strict=True))
+
+
 def test_kubectl_get_prints_size_readiness_and_memory(plane, operator, shared):
     header, row = plane.kubectl("get", "lmcluster", "--namespace", shared).splitlines()
     columns = dict(zip(header.split(), row.split(), strict=True))
     printed = {column: columns[column] for column in ("NAME", "DESIRED", "READY", "STATUS", "MEMORY")}
     assert printed == {"NAME": NAME, "DESIRED": "2", "READY": "2", "STATUS": "Ready", "MEMORY": "64Gi"}
+
+
+def test_status_and_columns_show_that_no_operator_works(plane, operator, namespace):
+    """The user may read only his namespace, and therefore not the operator's Lease."""
+    plane.api.create(CLUSTERS, example(autoscaling={"mode": "Off"}), namespace)
+    wait_ready(plane, namespace)
+    status = Commands(plane, namespace, kubeconfig_with(plane, namespace, "reader", [READ, LIST_PODS]))
+    title = f"{namespace}/{NAME}  Ready"
+
+    def is_confirmed() -> bool:
+        return status("status").stdout.startswith(title) and columns(plane, namespace)["HEARTBEAT"][-1] == "s"
+
+    plane.wait(is_confirmed)
+    operator.kill()
+    beat = (datetime.now(UTC) - timedelta(minutes=3)).strftime("%Y-%m-%dT%H:%M:%SZ")  # as if time had passed
+    plane.api.patch(CLUSTERS, f"{NAME}/status", {"status": {"lastHeartbeatTime": beat}}, namespace)
+    plane.kubectl("scale", "--namespace", namespace, f"lmcluster/{NAME}", "--replicas=3")
+    first, _, rest = status("status").stdout.partition("\n\n")
+    about = "the conditions are 3 minutes old, and your last change is not applied."
+    command = f"-> kubectl lmcache doctor -n {namespace} {NAME}"
+    assert " ".join(first.split()) == f"No operator works on {namespace}/{NAME}: {about} {command}"
+    assert command in first.splitlines(), "a line that can be pasted"
+    assert rest.startswith(f"{namespace}/{NAME}  Serving (2 of 3)  ")
+    shown = columns(plane, namespace)
+    assert shown["HEARTBEAT"].startswith("3m")
+    assert (shown["GENERATION"], shown["OBSERVED"]) == ("2", "1")
+    operator.start()
+    wait_ready(plane, namespace)
+    plane.wait(is_confirmed)
 
 
 def test_operator_restart_writes_nothing(plane, operator, shared):

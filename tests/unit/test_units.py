@@ -1,6 +1,6 @@
 import pytest
 
-from lmcache_store.common.units import format_seconds, parse_seconds
+from lmcache_store.common.units import format_seconds, parse_seconds, seconds_in_words
 
 
 @pytest.mark.parametrize(
@@ -13,6 +13,18 @@ from lmcache_store.common.units import format_seconds, parse_seconds
 )  # fmt: skip
 def test_durations_are_short(seconds, text):
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 seconds"), (1, "1 second"), (99.4, "99 seconds"), (100, "2 minutes"), (3599, "60 minutes"),
+        (3600, "1 hour"), (5400, "1.5 hours"), (36_000, "10 hours"), (172_800, "2 days"),
+        (1234 * 86400, "1,234 days"),
+    ],
+)  # fmt: skip
+def test_durations_in_sentences_have_words(seconds, text):
+    assert seconds_in_words(seconds) == text
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ import io
 import os
 import re
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -83,6 +85,18 @@ class ApiConnection(NamedTuple):
             about = f"Check that this machine reaches it: kubectl{option} cluster-info"
             return OperatorError(f"{server}: {error.message}. {about}")
         return OperatorError(f"{server}: {error}")
+
+
+async def api_offset(api: KubeApi, seconds: float = _FIRST_SECONDS) -> float | None:
+    """Return the clock of the API server minus the clock of the user, in seconds; None: unknown."""
+    began = time.time()
+    text = await api.date(seconds=seconds)
+    middle = (began + time.time()) / 2
+    try:
+        # The header has whole seconds: on average the clock is half a second further.
+        return parsedate_to_datetime(text).timestamp() + 0.5 - middle
+    except (ValueError, TypeError):
+        return None
 
 
 def no_cluster(name: str, namespace: str) -> NotFoundError:

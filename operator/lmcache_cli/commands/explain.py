@@ -20,7 +20,7 @@ from lmcache_cli.commands.gather import (
     read_page,
 )
 from lmcache_cli.commands.printing import print_problems
-from lmcache_cli.commands.savings import document, price_of_token, saved_by
+from lmcache_cli.commands.savings import document, has_gpus, price_of_token, saved_by
 from lmcache_operator.errors import NotFoundError
 from lmcache_operator.kube.pod_http import PodHttp
 from lmcache_store.common.text import plain
@@ -71,7 +71,7 @@ def _lines(gathered: Gathered) -> Iterator[str]:
     yield from tenants.overview(gathered.stats)
     if causes["prompt_tokens"]:
         yield ""
-        yield from tables.benefit(saved_by(gathered))
+        yield from tables.benefit(saved_by(gathered), has_gpus(gathered))
 
 
 def explanation(gathered: Gathered) -> dict[str, Any]:

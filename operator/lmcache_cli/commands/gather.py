@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
-from lmcache_cli.commands.connection import ApiConnection
+from lmcache_cli.commands.connection import ApiConnection, api_offset
+from lmcache_cli.commands.pod_state import reason_of_silence
 from lmcache_operator.components.injection.profile import SIDECARS
 from lmcache_operator.errors import ApiError
 from lmcache_operator.kube.pod_http import CREATE_FORWARD, GET_PROXY, Get, PodHttp
@@ -56,6 +57,8 @@ class Gathered:
     """Sentences about figures that could not be read, with what to do."""
     time: float = field(default_factory=time.time)
     """Seconds since 1970."""
+    api_offset: float = 0.0
+    """Clock of the API server minus the clock of the user, in seconds."""
 
     @property
     def stats(self) -> list[Mapping[str, Any]]:
@@ -65,14 +68,23 @@ class Gathered:
 
 async def gather(connection: ApiConnection, name: str | None) -> Gathered:
     """Read an LMCacheCluster, its pods, and /stats of their sidecars. Raises ApiError or NotFoundError."""
-    cluster = await connection.cluster(name)
+    return await gather_of(connection, await connection.cluster(name))
+
+
+async def gather_of(connection: ApiConnection, cluster: Object) -> Gathered:
+    """Read the pods of an LMCacheCluster, and /stats of their sidecars."""
+    reading = _read_pods(connection, cluster["metadata"]["name"])
+    offset, (figures, problems) = await asyncio.gather(api_offset(connection.api), reading)
+    return Gathered(cluster, tuple(figures), tuple(problems), api_offset=offset or 0.0)
+
+
+async def _read_pods(connection: ApiConnection, name: str) -> tuple[list[PodFigures], list[str]]:
     try:
-        pods = await pods_of(connection, cluster["metadata"]["name"])
+        pods = await pods_of(connection, name)
     except ApiError as error:
-        return Gathered(cluster, (), (f"the pods cannot be listed: {error.message}",))
+        return [], [f"the pods cannot be listed: {error.message}"]
     figures = await read_stats(PodHttp(connection.api, seconds=POD_SECONDS).get, pods)
-    problems = missing_rights(figures, connection.namespace) + late_pods(figures)
-    return Gathered(cluster, tuple(figures), tuple(problems))
+    return figures, missing_rights(figures, connection.namespace) + late_pods(figures)
 
 
 async def pods_of(connection: ApiConnection, name: str | None) -> list[Object]:
@@ -125,7 +137,9 @@ async def read_page(get: Get, pod: Object, path: str) -> PodFigures:
     if answer.missing_right:
         return PodFigures(pod, problem=f"forbidden: {answer.missing_right}")
     if answer.status != HTTPStatus.OK:
-        return PodFigures(pod, problem=f"HTTP {answer.status}: {text}" if answer.status else text)
+        return PodFigures(
+            pod, problem=f"HTTP {answer.status}: {text}" if answer.status else reason_of_silence(text)
+        )
     try:
         stats = json.loads(answer.body)
     except (ValueError, RecursionError):

@@ -18,7 +18,8 @@ from zipfile import ZIP_DEFLATED, ZipFile
 from lmcache_cli.commands import connection, printing
 from lmcache_cli.commands.gather import POD_SECONDS, Gathered, read_stats, sidecar_port
 from lmcache_cli.commands.redaction import Redactor
-from lmcache_cli.commands.status import screen, status_of
+from lmcache_cli.commands.status import status_of
+from lmcache_cli.commands.status_screen import screen
 from lmcache_operator import __version__
 from lmcache_operator.kube.pod_http import PodHttp
 from lmcache_operator.kube.refusals import error_of

@@ -28,9 +28,22 @@ def _prices(gathered: Gathered) -> Prices:
     return Prices(*spec.autoscaling.prices.usd_per_hour) if spec else Prices()
 
 
+def has_gpus(gathered: Gathered) -> bool:
+    """Whether engines have GPUs, so that computing a token has a price; also True if that is unknown."""
+    spec = _spec(gathered)
+    if spec is None or spec.engine is None or spec.engine.gpu.count or spec.engine.gpu.device_class_name:
+        return True
+    # Users' own pods with an injected sidecar may have GPUs.
+    specs = [figures.pod["spec"] for figures in gathered.pods]
+    limits = [dig(each, "resources", "limits") or () for pod in specs for each in pod.get("containers") or ()]
+    return any(pod.get("resourceClaims") for pod in specs) or any(
+        spec.engine.gpu.resource_name in each for each in limits
+    )
+
+
 def price_of_token(gathered: Gathered) -> float:
-    """Return what the computation of one token costs in USD; 0: unknown."""
-    return usd_per_token(gathered.stats, _prices(gathered))
+    """Return what the computation of one token costs in USD; 0: unknown, or without GPUs."""
+    return usd_per_token(gathered.stats, _prices(gathered)) if has_gpus(gathered) else 0.0
 
 
 def lower_sizes(gathered: Gathered) -> dict[str, int]:

@@ -5,25 +5,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, get_args
 
 from lmcache_cli.commands import connection, printing
-from lmcache_cli.commands.gather import Gathered, PodFigures, gather
-from lmcache_cli.commands.savings import document, lower_sizes, price_of_token, saved_by
+from lmcache_cli.commands.gather import Gathered, PodFigures, gather_of
+from lmcache_cli.commands.heartbeat import attendance, sentence
+from lmcache_cli.commands.pod_state import failure_of_pod, is_starting
+from lmcache_cli.commands.savings import document, has_gpus, lower_sizes, price_of_token, saved_by
+from lmcache_cli.commands.status_screen import list_lines, screen
+from lmcache_operator.contract.conditions import Expected
 from lmcache_operator.pods.pods import is_ready
+from lmcache_operator.specs import Object
 from lmcache_operator.specs.merge import dig
-from lmcache_store.causes import HITS, num_computed
+from lmcache_store.causes import HITS, TIERS
 from lmcache_store.common.text import plain
-from lmcache_store.common.units import format_seconds, format_size
 from lmcache_store.explain import merge
-from lmcache_store.explain.findings import findings, percent
+from lmcache_store.explain.findings import findings
 from lmcache_store.top import seconds
 
-_MAX_PODS = 12
-"""Pods that are listed without --all-pods. Pods with a problem come first."""
-_BAR_COLUMNS = 24
 _CLEAR = "\x1b[H\x1b[2J"
 _GOOD = {"Degraded": "False", "Progressing": "False"}
 """Status of conditions if all is well; "True" for the others."""
@@ -32,7 +34,7 @@ _SLOW = frozenset({"AutoscalingActive"})
 _ABOUT = """\
 Show one screen about a cluster: its pods, the tiers of its cache, conditions, and what to do next.
 
-Figures count from the start of each sidecar.
+Without NAME, several clusters become a list. Figures count from the start of each sidecar.
 """
 
 
@@ -40,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     status = "exit status: 0; 2 if the cluster cannot be read"
     printing.describe(parser, _ABOUT, status, "-n team qwen3-8b", "--watch")
-    connection.add_connection(parser)
+    connection.add_connection(parser, "all")
     printing.add_output(parser)
     parser.add_argument("--all-pods", action="store_true", help="list all pods, however many")
     about = "show the screen again and again, until you press Ctrl-C"
@@ -53,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     async def show(connected: connection.ApiConnection) -> int:
         while True:
-            text = _text(arguments, await gather(connected, arguments.name))
+            text = await _text(arguments, connected)
             is_screen = arguments.watch and sys.stdout.isatty()
             print(f"{_CLEAR}{text}" if is_screen else text, end="", flush=True)
             if not arguments.watch:
@@ -63,8 +65,15 @@ def _run(arguments: argparse.Namespace) -> int:
     return connection.run(arguments, show)
 
 
-def _text(arguments: argparse.Namespace, gathered: Gathered) -> str:
-    status, style = status_of(gathered), printing.Style(printing.is_colorful(sys.stdout))
+async def _text(arguments: argparse.Namespace, connected: connection.ApiConnection) -> str:
+    name, style = arguments.name, printing.Style(printing.is_colorful(sys.stdout))
+    clusters = await connected.clusters() if name is None else [await connected.cluster(name)]
+    if len(clusters) > 1:
+        now = datetime.now(UTC).timestamp() + (await connection.api_offset(connected.api) or 0.0)
+        summaries = [summary_of(cluster, now) for cluster in clusters]
+        listed = {"version": 1, "clusters": summaries}
+        return printing.answer(arguments.output, list_lines(summaries, style), listed)
+    status = status_of(await gather_of(connected, clusters[0]))
     lines = screen(status, style, printing.terminal_width(), all_pods=arguments.all_pods)
     return printing.answer(arguments.output, lines, status)
 
@@ -73,20 +82,72 @@ def status_of(gathered: Gathered) -> dict[str, Any]:
     """Return the status as plain data. Its fields are stable: programs may read them."""
     cluster, causes = gathered.cluster, merge.causes(gathered.stats)
     advice = findings(causes, price_of_token(gathered))
+    conditions = dig(cluster, "status", "conditions") or []
+    saved = document(saved_by(gathered))
     return {
         "version": 1,
-        "namespace": cluster["metadata"]["namespace"],
-        "name": cluster["metadata"]["name"],
+        **summary_of(cluster, gathered.time + gathered.api_offset),
         "time": datetime.fromtimestamp(gathered.time, UTC).isoformat(timespec="seconds"),
         "pods": [_pod(pod) for pod in gathered.pods],
         "tiers": list(_tiers(gathered)),
         "promptTokens": causes["prompt_tokens"],
         "causeTokens": causes["cause_tokens"],
-        "conditions": dig(cluster, "status", "conditions") or [],
-        "savings": document(saved_by(gathered)),
+        "conditions": [each | {"isBad": is_bad(each), "isTrouble": is_trouble(each)} for each in conditions],
+        "savings": saved and saved | {"hasGPUs": has_gpus(gathered)},
         "findings": [finding._asdict() for finding in advice],
         "problems": list(gathered.problems),
     }
+
+
+def summary_of(cluster: Object, now: float) -> dict[str, Any]:
+    """Return what the LMCacheCluster itself says. ``now``: seconds since 1970, at the API server."""
+    operator, metadata = attendance(cluster, now), cluster["metadata"]
+    return {
+        "namespace": metadata["namespace"],
+        "name": metadata["name"],
+        "state": state_of(cluster),
+        "replicas": _desired(cluster),
+        "readyReplicas": dig(cluster, "status", "readyReplicas") or 0,
+        "hitPercent": dig(cluster, "status", "hitPercent") or {},
+        "operator": {
+            "isWorking": operator.is_working,
+            "isSpecProcessed": operator.is_applied,
+            "heartbeatSeconds": operator.heartbeat_age,
+            "problem": sentence(operator, f"{metadata['namespace']}/{metadata['name']}"),
+        },
+    }
+
+
+def _desired(cluster: Object) -> int | None:
+    """The engine pods that the spec asks for; None for a remote tier alone."""
+    engine = cluster["spec"].get("engine")
+    replicas = None if engine is None else engine.get("replicas", 1)
+    return None if engine is None else 1 if replicas is None else int(replicas)
+
+
+def state_of(cluster: Object) -> str:
+    """Return the state in a few words, such as ``Serving (1 of 2), Replacing``."""
+    conditions = {each["type"]: each for each in dig(cluster, "status", "conditions") or ()}
+    ready, progressing = conditions.get("Ready"), conditions.get("Progressing", {})
+    if ready is None:
+        return "No status yet"
+    num_ready, desired = dig(cluster, "status", "readyReplicas") or 0, _desired(cluster)
+    moving = str(progressing.get("reason")) if progressing.get("status") == "True" else ""
+    is_degraded = conditions.get("Degraded", {}).get("status") == "True"
+    count = f" ({num_ready} of {desired})" if desired is not None else ""
+    if ready["status"] == "Unknown":
+        word = "Unknown"
+    elif desired == 0 and not num_ready and not moving:
+        word = "Scaled to zero"
+    elif ready["status"] == "True" and (not moving or moving == "Resizing") and num_ready >= (desired or 0):
+        word = "Ready"
+    elif num_ready:
+        word = f"Serving{count}"
+    elif moving in ("Starting", "Scaling") and not is_degraded:
+        word, moving = f"Starting{count}", ""
+    else:
+        word = f"Not ready{count}"
+    return ", ".join(filter(None, (word, moving, "Degraded" if is_degraded else "")))
 
 
 def _pod(figures: PodFigures) -> dict[str, Any]:
@@ -94,16 +155,25 @@ def _pod(figures: PodFigures) -> dict[str, Any]:
     reason = "" if stats.get("is_ready") is True else plain(stats.get("not_ready_reason")) or "not ready"
     attached = merge.count(merge.part(stats, "num_clients").get("attached"))
     tokens = merge.totals([stats], "causes", "cause_tokens")
+    problem = figures.problem or reason or ("" if attached else "no engine uses the cache")
+    starting = bool(problem) and is_starting(figures.pod)
     return {
         "name": figures.name,
         "isReady": is_ready(figures.pod),
-        "problem": figures.problem or reason or ("" if attached else "no engine uses the cache"),
+        "isStarting": starting,
+        "problem": "" if starting else (problem and failure_of_pod(figures.pod)) or problem,
         "uptimeSeconds": merge.count(stats.get("uptime_seconds")),
         "memoryUsedBytes": merge.count(merge.part(stats, "memory").get("used_bytes")),
         "memoryBytes": merge.count(merge.part(stats, "memory").get("size_bytes")),
         "promptTokens": tokens.total(),
-        "loadedTokens": tokens.total() - num_computed(tokens),
+        "loadedTokens": _from_tiers(tokens),
+        "engineTokens": tokens["engine"],
     }
+
+
+def _from_tiers(tokens: Counter[str]) -> int:
+    """Tokens that the tiers had. Hits in the engine's own cache are not included."""
+    return sum(tokens[tier] for tier in TIERS)
 
 
 def _tiers(gathered: Gathered) -> Iterator[dict[str, Any]]:
@@ -130,28 +200,6 @@ def _tiers(gathered: Gathered) -> Iterator[dict[str, Any]]:
         }
 
 
-def screen(
-    status: Mapping[str, Any], style: printing.Style, width: int, *, all_pods: bool = False
-) -> Iterator[str]:
-    """Yield the lines of the screen."""
-    bad = [condition for condition in status["conditions"] if is_bad(condition)]
-    ready = next((c["status"] == "True" for c in status["conditions"] if c["type"] == "Ready"), False)
-    word = style.paint("Ready", "green") if ready else style.paint("Not ready", "red")
-    if any(condition["type"] == "Degraded" for condition in bad):
-        word += ", " + style.paint("Degraded", "yellow")
-    yield f"{style.title(status['namespace'] + '/' + status['name'])}  {word}  {status['time']}"
-    yield ""
-    yield from _pod_lines(status["pods"], style, _MAX_PODS if not all_pods else len(status["pods"]))
-    yield from _tier_lines(status, style)
-    if bad:
-        yield style.title("CONDITIONS")
-        for condition in bad:
-            text = f"{condition['type']} is {condition['status']} ({condition['reason']}): "
-            yield from printing.wrapped(text + plain(condition["message"]), width, "  ")
-        yield ""
-    yield from _next_steps(status, style, width)
-
-
 def is_bad(condition: Mapping[str, Any]) -> bool:
     """Whether a condition says that something is not as it should be."""
     kind, status = condition["type"], condition["status"]
@@ -160,90 +208,6 @@ def is_bad(condition: Mapping[str, Any]) -> bool:
     return bool(status != _GOOD.get(kind, "True"))
 
 
-def _pod_lines(pods: Sequence[Mapping[str, Any]], style: printing.Style, number: int) -> Iterator[str]:
-    if not pods:
-        yield "It has no pods."
-        yield ""
-        return
-    ordered = sorted(pods, key=lambda pod: not pod["problem"] and pod["isReady"])
-    rows = [("PODS", "READY", "UP", "MEMORY TIER", "LOADED", "CACHE")]
-    for pod in ordered[:number]:
-        is_known = pod["uptimeSeconds"] > 0
-        memory = f"{format_size(pod['memoryUsedBytes'])} of {format_size(pod['memoryBytes'])}"
-        rows.append(
-            (
-                pod["name"],
-                style.paint("yes", "green") if pod["isReady"] else style.paint("no", "red"),
-                format_seconds(pod["uptimeSeconds"]) if is_known else "-",
-                memory if is_known else "-",
-                percent(pod["loadedTokens"], pod["promptTokens"]) if pod["promptTokens"] else "-",
-                style.paint(pod["problem"][:70], "yellow") if pod["problem"] else "in use",
-            )
-        )
-    yield from style.titled(printing.table(rows, right=(2, 4)))
-    if len(pods) > number:
-        num_bad = sum(bool(pod["problem"]) or not pod["isReady"] for pod in ordered[number:])
-        yield f"and {len(pods) - number} more pods, {num_bad} of them with a problem: --all-pods lists all"
-    yield ""
-
-
-def _tier_lines(status: Mapping[str, Any], style: printing.Style) -> Iterator[str]:
-    if not status["tiers"]:
-        return
-    prompt_tokens = status["promptTokens"]
-    rows = [("TOKENS FROM", "USED", "SIZE", "SHARE", "", "HEALTH")]
-    for tier in status["tiers"]:
-        used, size = tier["usedBytes"], tier["sizeBytes"]
-        rows.append(
-            (
-                HITS[tier["name"]],
-                "-" if used is None else format_size(used),
-                format_size(size) if size else "-",
-                percent(tier["hitTokens"], prompt_tokens) if prompt_tokens else "-",
-                printing.bar(tier["hitTokens"] / (prompt_tokens or 1), _BAR_COLUMNS),
-                style.paint(tier["problem"], "red") if tier["problem"] else "ok",
-            )
-        )
-    computed = num_computed(status["causeTokens"])
-    share = percent(computed, prompt_tokens) if prompt_tokens else "-"
-    rows.append(("computed", "", "", share, printing.bar(computed / (prompt_tokens or 1), _BAR_COLUMNS), ""))
-    yield from style.titled(printing.table(rows, right=(1, 2, 3)))
-    yield f"{prompt_tokens:,} tokens of prompts since the sidecars started."
-    yield ""
-    if status["savings"]:
-        yield from _saving_lines(status["savings"], style)
-
-
-def _saving_lines(savings: Mapping[str, Any], style: printing.Style) -> Iterator[str]:
-    """Yield what the cache saved, what its tiers cost, and what a hit saves."""
-    spent = sum(savings["spentUSD"].values())
-    rows = [
-        ("SAVINGS", f"IN {format_seconds(savings['seconds'])}", "USD"),
-        ("GPU time saved", f"{savings['gpuHours']:,.2f} h", f"{savings['savedUSD']:+,.2f}"),
-        ("tiers", "", f"{-spent:+,.2f}" if spent else "0.00"),
-        ("net", "", f"{savings['netUSD']:+,.2f}"),
-    ]
-    yield from style.titled(printing.table(rows, right=(1, 2)))
-    if latency := savings["firstTokenSavedSeconds"]:
-        p50, p95 = format_seconds(latency["p50"]), format_seconds(latency["p95"])
-        yield f"A hit saves {p50} to the first token at the median, and {p95} at p95."
-    yield ""
-
-
-def _next_steps(status: Mapping[str, Any], style: printing.Style, width: int) -> Iterator[str]:
-    steps = list(status["problems"])
-    steps += [f"{finding['statement']} {finding['advice']}" for finding in status["findings"]]
-    name = f"-n {status['namespace']} {status['name']}"
-    if not status["conditions"]:
-        about = "The operator has not reported on this cluster. Find the reason"
-        steps.append(f"{about}: kubectl lmcache doctor {name}")
-    elif any(pod["problem"] for pod in status["pods"]) or any(map(is_bad, status["conditions"])):
-        steps.append(f"Find the reason of problems: kubectl lmcache doctor {name}")
-    if status["promptTokens"]:
-        steps.append(f"See why the other tokens were computed: kubectl lmcache explain {name}")
-    elif status["pods"] and not status["problems"]:
-        steps.append("No prompt was counted yet: send a request to the engines.")
-    if steps:
-        yield style.title("WHAT TO DO NEXT")
-    for step in steps:
-        yield from printing.wrapped(step, width, "- ")
+def is_trouble(condition: Mapping[str, Any]) -> bool:
+    """Whether a condition reports a problem, and not a change under way, such as a rollout."""
+    return is_bad(condition) and condition.get("reason") not in get_args(Expected)

@@ -84,6 +84,15 @@ def format_seconds(seconds: float) -> str:
     return f"{number:,.0f}m" if unit == "m" else f"{number:,.1f}".removesuffix(".0") + unit
 
 
+def seconds_in_words(seconds: float) -> str:
+    """Return a duration for a sentence: ``1 second``, ``40 minutes``, ``1.5 hours``, ``3 days``."""
+    units = (("day", 2 * 86400, 86400), ("hour", 3600, 3600), ("minute", 100, 60), ("second", 0, 1))
+    unit, divisor = next((unit, divisor) for unit, least, divisor in units if seconds >= least)
+    digits = 1 if unit == "hour" and seconds < 36_000 else 0
+    number = f"{seconds / divisor:,.{digits}f}".removesuffix(".0")
+    return f"{number} {unit}{'' if number == '1' else 's'}"
+
+
 def ceil_div(number: int, divisor: int) -> int:
     """Return ``number / divisor``, rounded up."""
     return -(-number // divisor)

@@ -8,7 +8,7 @@ from typing import Any
 
 from lmcache_store.causes import COMPUTED, HITS, num_computed
 from lmcache_store.common.text import plain
-from lmcache_store.common.units import format_seconds
+from lmcache_store.common.units import format_seconds, seconds_in_words
 from lmcache_store.explain import merge
 from lmcache_store.explain.benefit import Benefit
 from lmcache_store.explain.findings import findings, percent
@@ -16,6 +16,8 @@ from lmcache_store.explain.findings import findings, percent
 _BAR, _WIDTH = 30, 100  # columns of the largest bar, and of a line of text
 _INDENT = "     "
 _MIN_USD = 0.01
+LEAST_SECONDS = 60.0
+"""Shortest time whose savings are shown."""
 
 
 def overview(
@@ -72,27 +74,48 @@ def request(explained: Mapping[str, Any]) -> Iterator[str]:
     yield from _rows("COMPUTED BECAUSE", COMPUTED, tokens, total)
 
 
-def benefit(saved: Benefit) -> Iterator[str]:
-    """Yield the lines that say what the cache saves, and what it costs."""
+def benefit(saved: Benefit, has_gpus: bool = True) -> Iterator[str]:
+    """Yield the lines that say what the cache saves, and what it costs.
+
+    ``has_gpus``: False if engines compute on CPUs, so that computing has no price.
+    """
     if saved.num_silent:
         total = saved.num_sidecars + saved.num_silent
         yield f"{saved.num_silent} of {total} sidecars count no benefit yet: they are starting."
     if not saved.num_sidecars:
         return
-    yield f"{'SAVED AND SPENT':38}  {f'IN {saved.uptime_seconds / 3600:,.1f} HOURS':>16}  {'USD':>10}"
-    yield f"{'tokens loaded from tiers':38}  {sum(saved.loaded_tokens.values()):16,}"
-    yield f"{'prefill time saved':38}  {format_seconds(saved.prefill_seconds):>16}"
-    yield f"{'GPU time saved':38}  {f'{saved.gpu_hours:,.2f} h':>16}  {saved.saved_usd:+10,.2f}"
-    for tier, hours in saved.gib_hours.items():
-        if hours:
-            title = "shards of the remote tier" if tier == "remote" else HITS[tier]
-            yield f"{title:38}  {f'{hours:,.1f} GiB h':>16}  {-saved.spent_usd[tier]:+10,.2f}"
-    yield f"{'net':38}  {'':16}  {saved.net_usd:+10,.2f}"
-    if saved.unrated_tokens:
-        yield f"{saved.unrated_tokens:,} loaded tokens are not priced: the engine's speed is not known yet."
+    if has_gpus and saved.uptime_seconds >= LEAST_SECONDS and usd(saved.saved_usd) != usd(0):
+        yield from _money(saved)
     waits = format_seconds(saved.wait_seconds), format_seconds(saved.load_seconds)
     yield "Requests waited {} for rows or memory, and spent {} loading, all together.".format(*waits)
     yield from wrap(_saved_latency(saved), _WIDTH)
+
+
+def _money(saved: Benefit) -> Iterator[str]:
+    title = f"IN {seconds_in_words(saved.uptime_seconds).upper()}"
+    yield f"{'SAVED AND SPENT':38}  {title:>16}  {'USD':>10}"
+    yield f"{'tokens loaded from tiers':38}  {sum(saved.loaded_tokens.values()):16,}"
+    yield f"{'prefill time saved':38}  {format_seconds(saved.prefill_seconds):>16}"
+    yield f"{'GPU time saved':38}  {f'{saved.gpu_hours:,.2f} h':>16}  {usd(saved.saved_usd):>10}"
+    for tier, hours in saved.gib_hours.items():
+        if hours:
+            title = "shards of the remote tier" if tier == "remote" else HITS[tier]
+            yield f"{title:38}  {f'{hours:,.1f} GiB h':>16}  {usd(-saved.spent_usd[tier]):>10}"
+    yield f"{'net':38}  {'':16}  {usd(saved.net_usd):>10}"
+    if saved.unrated_tokens:
+        yield f"{saved.unrated_tokens:,} loaded tokens are not priced: the engine's speed is not known yet."
+
+
+def usd(amount: float) -> str:
+    """Return an amount with its sign; an amount that rounds to nothing has none."""
+    text = f"{amount:+,.2f}"
+    return text if float(text.replace(",", "")) else "0.00"
+
+
+def latency_sentence(p50: float, p95: float) -> str:
+    """Return the seconds until the first token that a hit saves, as a sentence."""
+    parts = [f"{format_seconds(abs(each))} {'earlier' if each >= 0 else 'later'}" for each in (p50, p95)]
+    return f"With a hit, the first token arrives {parts[0]} at the median, and {parts[1]} at p95."
 
 
 def _saved_latency(saved: Benefit) -> str:
@@ -103,7 +126,7 @@ def _saved_latency(saved: Benefit) -> str:
         )
     p50, p95, number = saved.saved_latency
     return (
-        f"A hit saves {format_seconds(p50)} to the first token (median), and {format_seconds(p95)} at p95. "
+        f"{latency_sentence(p50, p95)} "
         f"{number:,} of {saved.num_hits:,} requests with hits were compared with requests of like length."
     )
 

@@ -1,8 +1,10 @@
 """Clusters, pods and reports of sidecars for the tests of commands."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from lmcache_cli.commands.gather import Gathered, PodFigures
+from lmcache_operator.pods.pods import is_ready
 from tests.harness.operator.model import cluster
 
 NOW = 1_767_225_600.0
@@ -54,7 +56,19 @@ def condition(kind: str, status: str, reason: str = "Because", message: str = "a
 def gathered(
     *pods: PodFigures, problems: tuple[str, ...] = (), conditions: Any = (), **spec: Any
 ) -> Gathered:
-    """Return what a command gathered of a cluster ``team/demo``."""
+    """Return what a command gathered of a cluster ``team/demo``, whose operator works."""
     resource = cluster(**spec)
-    resource["status"] = {"conditions": list(conditions or [condition("Ready", "True")])}
+    if "engine" in resource["spec"]:
+        resource["spec"]["engine"].setdefault("replicas", max(1, len(pods)))
+    resource["status"] = {
+        "conditions": list(conditions or [condition("Ready", "True")]),
+        "readyReplicas": sum(is_ready(each.pod) for each in pods),
+        "observedGeneration": resource["metadata"]["generation"],
+        "lastHeartbeatTime": time_before_now(20),
+    }
     return Gathered(resource, pods, problems, NOW)
+
+
+def time_before_now(seconds: float) -> str:
+    """Return the time that was so many seconds before `NOW`, as the API server writes it."""
+    return datetime.fromtimestamp(NOW - seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,5 +1,6 @@
 """The screen of ``kubectl lmcache status``."""
 
+import itertools
 import json
 import re
 from typing import Any
@@ -11,8 +12,18 @@ from hypothesis import strategies as st
 
 from lmcache_cli.commands import printing
 from lmcache_cli.commands.gather import Gathered, PodFigures
-from lmcache_cli.commands.status import screen, status_of
-from tests.harness.commands.command_world import GiB, condition, figures, gathered, pod, stats
+from lmcache_cli.commands.status import state_of, status_of, summary_of
+from lmcache_cli.commands.status_screen import list_lines, screen
+from tests.harness.commands.command_world import (
+    NOW,
+    GiB,
+    condition,
+    figures,
+    gathered,
+    pod,
+    stats,
+    time_before_now,
+)
 from tests.unit.explain.test_merge import ANY
 
 
@@ -20,10 +31,26 @@ def text(world: Gathered, *, colors: bool = False, width: int = 100, **options: 
     return "\n".join(screen(status_of(world), printing.Style(colors), width, **options))
 
 
+def table(shown: str, first: str) -> list[str]:
+    """Return the lines of a part, up to the next empty line."""
+    lines = shown.splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith(first))
+    return [*itertools.takewhile(bool, lines[begin:])]
+
+
+def broken(number: int = 7, *, waiting: str = "", **status: Any) -> dict[str, Any]:
+    """Return a pod that is not ready, whose engine waits for this reason."""
+    shown = pod(number, is_ready=False)
+    state = {"waiting": {"reason": waiting}} if waiting else {"running": {}}
+    container = {"name": "engine", "state": state, "ready": False, "started": False}
+    shown["status"] |= {"containerStatuses": [container]} | status
+    return shown
+
+
 def test_screen_shows_pods_tiers_and_next_steps() -> None:
     shown = text(gathered(figures(0), figures(1)))
     assert shown.splitlines()[0] == "team/demo  Ready  2026-01-01T00:00:00+00:00"
-    assert "demo-engine-0  yes    2h  1Gi of 4Gi     60 %  in use" in shown
+    assert "demo-engine-0  yes    2h  1Gi of 4Gi         50 %       10 %  in use" in shown
     assert "memory tier              2Gi   8Gi   50 %  ████████████  ok" in shown
     assert "2,000 tokens of prompts since the sidecars started." in shown
     assert "9 % of all prompt tokens were stored before, were evicted" in shown
@@ -53,7 +80,7 @@ def test_spec_gives_the_sizes_of_lower_tiers() -> None:
 
 
 def test_problems_are_first_and_lead_to_doctor() -> None:
-    silent = PodFigures(pod(7, is_ready=False), problem="no answer within 3 s")
+    silent = PodFigures(broken(waiting="ErrImagePull"), problem="no answer within 3 s")
     off = {"is_reachable": False, "off_reason": "connection refused"}
     world = gathered(
         figures(0), figures(1, remote=off), silent,
@@ -66,9 +93,9 @@ def test_problems_are_first_and_lead_to_doctor() -> None:
     )  # fmt: skip
     shown = text(world)
     lines = shown.splitlines()
-    assert lines[0].startswith("team/demo  Not ready, Degraded")
+    assert lines[0].startswith("team/demo  Serving (2 of 3), Degraded")
     assert lines[3].startswith("demo-engine-7  no")
-    assert "no answer within 3 s" in lines[3]
+    assert lines[3].endswith("container engine: ErrImagePull")
     assert "1 of 2 pods: connection refused" in shown
     assert "Ready is False (EnginesNotReady): 1 of 3 engine pods are ready" in shown
     assert "Degraded is True (RemoteTierUnreachable): a reason" in shown
@@ -90,6 +117,182 @@ def test_problem_of_a_pod_is_named(changes: dict[str, Any], problem: str) -> Non
     assert status_of(gathered(figures(0, **changes)))["pods"][0]["problem"] == problem
 
 
+UNPLACED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+UNREACHED = "the sidecar does not answer: connection refused"
+
+
+@pytest.mark.parametrize(
+    ("shown", "cache"),
+    [
+        (broken(), "starting"),
+        (broken(waiting="PodInitializing", phase="Pending"), "starting"),
+        (pod(7, is_ready=False, phase="Pending"), "starting"),
+        (broken(waiting="ErrImagePull"), "container engine: ErrImagePull"),
+        (broken(phase="Failed", reason="Evicted"), "Evicted"),
+        (broken(conditions=[UNPLACED]), "Unschedulable"),
+        (
+            broken(containerStatuses=[{"name": "engine", "lastState": {"terminated": {"exitCode": 1}}}]),
+            "container engine ended with exit code 1",
+        ),
+        (broken(containerStatuses=[{"name": "engine", "started": True}]), UNREACHED),
+        (pod(7), UNREACHED),
+    ],
+)  # fmt: skip
+def test_pod_whose_sidecar_does_not_answer_starts_or_has_failed(shown: Any, cache: str) -> None:
+    world = gathered(figures(0), PodFigures(shown, problem=UNREACHED))
+    line = next(line for line in text(world).splitlines() if line.startswith("demo-engine-7"))
+    assert line.endswith(f"  {cache}")
+    assert ("kubectl lmcache doctor" in text(world)) == (cache != "starting")
+    assert ("1 pod is starting. Wait until" in text(world)) == (cache == "starting")
+
+
+def test_long_problem_ends_at_a_word() -> None:
+    problem = "the answer of port 9464 is not of a sidecar: " + "some words " * 20
+    assert text(gathered(PodFigures(pod(), problem=problem))).count("some words some words ...") == 1
+
+
+# -- the state
+
+
+def conditions(ready: str, reason: str, progressing: str = "", degraded: bool = False) -> list[Any]:
+    """Return the summary conditions. ``progressing``: what is under way."""
+    return [
+        condition("Ready", ready, reason),
+        condition("Progressing", str(bool(progressing)), progressing or "Complete"),
+        condition("Degraded", str(degraded), "CrashLoopBackOff" if degraded else "AsDeclared"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_ready", "listed", "state"),
+    [
+        (2, conditions("True", "Ready"), "Ready"),
+        (2, conditions("True", "Ready", "Resizing"), "Ready, Resizing"),
+        (1, conditions("False", "Replacing", "Replacing"), "Serving (1 of 2), Replacing"),
+        (1, conditions("True", "Serving", "Replacing"), "Serving (1 of 2), Replacing"),
+        (2, conditions("True", "Serving", "Replacing"), "Serving (2 of 2), Replacing"),
+        (1, conditions("False", "Scaling", "Scaling"), "Serving (1 of 2), Scaling"),
+        (
+            1,
+            conditions("False", "CrashLoopBackOff", "Starting", True),
+            "Serving (1 of 2), Starting, Degraded",
+        ),
+        (2, conditions("False", "InvalidSpec", "", True), "Serving (2 of 2), Degraded"),
+        (0, conditions("False", "Starting", "Starting"), "Starting (0 of 2)"),
+        (
+            0,
+            conditions("False", "CrashLoopBackOff", "Starting", True),
+            "Not ready (0 of 2), Starting, Degraded",
+        ),
+        (0, conditions("False", "Replacing", "Replacing"), "Not ready (0 of 2), Replacing"),
+        (2, conditions("Unknown", "ApiError", "", True), "Unknown, Degraded"),
+        (0, [], "No status yet"),
+    ],
+)
+def test_state_says_how_many_pods_serve_and_what_is_under_way(
+    num_ready: int, listed: Any, state: str
+) -> None:
+    resource = gathered(engine={"replicas": 2}).cluster
+    resource["status"] |= {"readyReplicas": num_ready, "conditions": listed}
+    assert state_of(resource) == state
+
+
+def test_state_of_a_cluster_without_engines() -> None:
+    scaled = gathered(engine={"replicas": 0})
+    assert state_of(scaled.cluster) == "Scaled to zero"
+    for ready, reason, moving, state in (
+        ("True", "Ready", "", "Ready"), ("False", "Starting", "Starting", "Starting"),
+        ("False", "ShardsMissing", "", "Not ready"),
+    ):  # fmt: skip
+        resource = gathered(conditions=conditions(ready, reason, moving)).cluster
+        del resource["spec"]["engine"]
+        assert state_of(resource) == state
+
+
+def test_normal_rollout_does_not_lead_to_doctor() -> None:
+    starting = PodFigures(broken(1), problem=UNREACHED)
+    shown = text(gathered(figures(0), starting, conditions=conditions("True", "Serving", "Replacing")))
+    assert "Progressing is True (Replacing): a message" in shown
+    assert "doctor" not in shown
+
+
+# -- the operator
+
+
+def with_operator(
+    change: float | None, heartbeat: float | None, *, generation: int = 2, **status: Any
+) -> Gathered:
+    """Return a cluster with the ages of its last change and of the operator's last heartbeat."""
+    world = gathered(figures(0))
+    metadata = {"generation": generation, "creationTimestamp": time_before_now(3600)}
+    if change is not None:
+        metadata["managedFields"] = [
+            {"manager": "kubectl", "time": time_before_now(change)},
+            {"manager": "lmcache-operator", "subresource": "status", "time": time_before_now(0)},
+        ]
+    world.cluster["metadata"] |= metadata
+    world.cluster["status"] |= status
+    world.cluster["status"].pop("lastHeartbeatTime")
+    if heartbeat is not None:
+        world.cluster["status"]["lastHeartbeatTime"] = time_before_now(heartbeat)
+    return world
+
+
+UNSERVED = "No operator works on team/demo: the conditions are"
+
+
+@pytest.mark.parametrize(
+    ("world", "lines"),
+    [
+        (with_operator(30, 180), [f"{UNSERVED} 3 minutes old, and your last change is not applied.", "->"]),
+        (with_operator(9000, 7200, generation=1), [f"{UNSERVED} 2 hours old.", "->"]),
+        (
+            with_operator(3, 20),
+            [
+                "Your change of 3 seconds ago is not applied yet. "
+                "The operator works: its last heartbeat was 20 seconds ago."
+            ],
+        ),
+        (with_operator(3, None), ["Your change of 3 seconds ago is not applied yet."]),
+        (with_operator(None, 20), ["Your last change is not applied yet. The operator works: its last "]),
+        (with_operator(None, 149, generation=1), []),
+        (with_operator(None, None, generation=1), []),
+        (
+            with_operator(None, None, conditions=[], observedGeneration=None),
+            ["No operator works on team/demo: it has no status, 1 hour after its creation.", "->"],
+        ),
+    ],
+)
+def test_first_lines_say_whether_an_operator_works(world: Gathered, lines: list[str]) -> None:
+    shown = text(world, width=120).splitlines()
+    wanted = [line.replace("->", "-> kubectl lmcache doctor -n team demo") for line in lines]
+    assert all(line.startswith(start) for line, start in zip(shown, wanted, strict=False)), shown[:2]
+    assert shown[len(wanted) + bool(wanted)].startswith("team/demo  ")
+
+
+def test_heartbeat_is_judged_by_the_clock_of_the_api_server() -> None:
+    world = with_operator(None, 20, generation=1)
+    late = Gathered(world.cluster, world.pods, (), NOW + 3600, api_offset=-3600)
+    assert not status_of(late)["operator"]["problem"]
+
+
+def test_several_clusters_become_a_list() -> None:
+    served, orphaned = with_operator(None, 20, generation=1), with_operator(3, 600)
+    served.cluster["status"]["hitPercent"] = {"engine": 20, "memory": 30, "remote": 10}
+    remote = gathered(conditions=conditions("True", "Ready")).cluster
+    del remote["spec"]["engine"]
+    listed = [summary_of(each, NOW) for each in (served.cluster, orphaned.cluster, remote)]
+    assert [*list_lines(listed, printing.Style(False))] == [
+        "NAMESPACE  NAME  STATE    PODS  FROM TIERS  OWN CACHE  HEARTBEAT",
+        "team       demo  Ready  1 of 1        40 %       20 %  20 seconds ago",
+        "team       demo  Ready  1 of 1           -          -  10 minutes ago",
+        "team       demo  Ready       -           -          -  20 seconds ago",
+        "",
+        f"{UNSERVED} 10 minutes old, and your last change is not applied.",
+        "More about one of them: kubectl lmcache status -n team demo",
+    ]
+
+
 def test_a_thousand_pods_fit_on_a_screen() -> None:
     silent = PodFigures(pod(999), problem="no answer")
     world = gathered(*(figures(number) for number in range(999)), silent)
@@ -105,8 +308,6 @@ def test_cluster_without_pods_requests_or_a_status_says_so() -> None:
     assert "It has no pods." in text(world)
     del world.cluster["status"]
     assert "It has no pods." in text(world)
-    unreported = "- The operator has not reported on this cluster. Find the reason: kubectl lmcache doctor"
-    assert unreported in text(world)
     idle = gathered(figures(0, causes=stats()["causes"] | {"prompt_tokens": 0, "cause_tokens": {}}))
     assert "No prompt was counted yet: send a request to the engines." in text(idle)
 
@@ -128,11 +329,21 @@ def test_savings_are_shown_at_the_prices_of_the_spec() -> None:
     world = gathered(figures(benefit=saved), autoscaling={"prices": prices})
     assert status_of(world)["savings"]["netUSD"] == pytest.approx(5.0)
     shown = text(world)
-    assert "GPU time saved  2.00 h  +6.00" in shown
-    assert "tiers                   -1.00" in shown
-    assert "net                     +5.00" in shown
-    assert "A hit saves 1.6s to the first token at the median, and 1.73s at p95." in shown
+    assert table(shown, "SAVINGS") == [
+        "SAVINGS IN 2 HOURS        USD",
+        "2.00 hours of GPU time  +6.00",
+        "cost of the tiers       -1.00",
+        "net                     +5.00",
+        "With a hit, the first token arrives 1.6s earlier at the median, and 1.73s earlier at p95.",
+    ]
     assert "SAVINGS" not in text(gathered(figures()))
+    on_cpus = gathered(figures(benefit=saved), autoscaling={"prices": prices}, engine={"gpu": {"count": 0}})
+    assert table(text(on_cpus), "With a hit") == table(shown, "SAVINGS")[-1:]
+    assert "USD" not in text(on_cpus)
+    young = gathered(figures(benefit=saved, uptime_seconds=59.0), autoscaling={"prices": prices})
+    assert "SAVINGS" not in text(young)
+    small = {"saved_gpu_seconds": 5.0, "tier_byte_seconds": {"memory": 1.0}}
+    assert "0.00" not in text(gathered(figures(benefit=small)))
 
 
 def test_colors_change_no_column() -> None:
@@ -146,8 +357,9 @@ def test_documents_are_the_same_in_json_and_yaml() -> None:
     status = status_of(gathered(figures()))
     assert json.loads(printing.document(status, "json")) == yaml.safe_load(printing.document(status, "yaml"))
     assert list(status) == [
-        "version", "namespace", "name", "time", "pods", "tiers", "promptTokens", "causeTokens", "conditions",
-        "savings", "findings", "problems",
+        "version", "namespace", "name", "state", "replicas", "readyReplicas", "hitPercent", "operator",
+        "time", "pods", "tiers", "promptTokens", "causeTokens", "conditions", "savings", "findings",
+        "problems",
     ]  # fmt: skip
 
 

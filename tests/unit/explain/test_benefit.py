@@ -120,8 +120,20 @@ def test_tables_show_savings_costs_and_what_is_not_known():
     assert [line.split()[-1] for line in lines if "tier" in line and "GiB h" in line] == ["-0.26", "-0.13"]
     assert next(line for line in lines if line.startswith("net")).split() == ["net", "+9.62"]
     assert "256 loaded tokens are not priced" in shown
-    assert "30 of 30 requests with hits" in shown
+    assert "30 of 30 requests with hits" in " ".join(shown.split())
     assert all(len(line) <= 120 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("uptime_seconds", "has_gpus", "seconds"),
+    [(59.0, True, 99.0), (3600.0, False, 99.0), (3600.0, True, 0.1)],
+)
+def test_no_money_without_gpus_or_a_minute_of_data_or_a_saving(uptime_seconds, has_gpus, seconds):
+    report = stats(saved={"memory": seconds}) | {"uptime_seconds": uptime_seconds}
+    shown = "\n".join(tables.benefit(benefit([report], Prices(gpu_hour=2.5)), has_gpus))
+    assert "USD" not in shown
+    assert "0.00" not in shown
+    assert shown.startswith("Requests waited")
 
 
 @pytest.mark.parametrize(

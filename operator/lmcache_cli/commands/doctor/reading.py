@@ -6,13 +6,12 @@ import asyncio
 import json
 import time
 from collections.abc import Iterable, Mapping
-from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from itertools import chain, islice
 from typing import Any
 from urllib.parse import quote
 
-from lmcache_cli.commands.connection import ApiConnection, no_cluster
+from lmcache_cli.commands.connection import ApiConnection, api_offset, no_cluster
 from lmcache_cli.commands.doctor.answers import ApiAnswer
 from lmcache_cli.commands.doctor.checks.admission import lacks_pods, pod_of
 from lmcache_cli.commands.doctor.checks.engines import engine_container, kind_of_pod
@@ -64,7 +63,7 @@ async def read_facts(connection: ApiConnection, name: str | None, operator_names
         reader.operators(operator_namespace),
         reader.policies(),
         reader.rights(USER_RIGHTS),
-        reader.api_offset(),
+        api_offset(connection.api, _READ_SECONDS),
     )
     try:
         pods = await reader.clusters_with_pods(listed, of_api_server)
@@ -288,17 +287,6 @@ class _Reader:
             if not answer.is_missing:
                 break
         return answer
-
-    async def api_offset(self) -> float | None:
-        """Return the clock of the API server minus the clock of the user, in seconds; None: unknown."""
-        began = time.time()
-        text = await self._api.date(seconds=min(_READ_SECONDS, self._seconds))
-        middle = (began + time.time()) / 2
-        try:
-            # The header has whole seconds: on average the clock is half a second further.
-            return parsedate_to_datetime(text).timestamp() + 0.5 - middle
-        except (ValueError, TypeError):
-            return None
 
 
 def _answer(status: int, body: bytes, right: str) -> ApiAnswer:
