@@ -104,16 +104,18 @@ def test_unknown_name_is_an_error(lmcache, tmp_path, monkeypatch, words, sentenc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_name_is_needed_if_there_are_several_clusters(plane):
+def test_several_clusters_are_a_list_or_need_a_name(plane):
     with new_namespace(plane, "two-clusters") as namespace:
         lmcache = Commands(plane, namespace)
         for command in ("status", "top"):
             assert f"namespace {namespace} has no LMCacheCluster" in lmcache(command).stderr
         for name in ("one", "two"):
             plane.api.create(CLUSTERS, example() | {"metadata": {"name": name}}, namespace)
-        shown = lmcache("status")
-    assert shown.returncode == 2
-    assert f"name one of the LMCacheClusters of namespace {namespace}: one, two" in shown.stderr
+        listed, refused = lmcache("status"), lmcache("explain")
+    rows = [line.split()[:5] for line in succeed(listed).splitlines()[1:3]]
+    assert rows == [[namespace, name, "No", "status", "yet"] for name in ("one", "two")]
+    assert refused.returncode == 2
+    assert f"name one of the LMCacheClusters of namespace {namespace}: one, two" in refused.stderr
 
 
 @pytest.mark.parametrize(
