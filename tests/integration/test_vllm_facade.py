@@ -2,6 +2,10 @@
 
 import hashlib
 import inspect
+import io
+import logging
+import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -187,10 +191,41 @@ def test_connector_that_cannot_start_does_nothing(fault, role, monkeypatch):
     connector.shutdown()
 
 
-def test_unsupported_kv_caches_leave_the_engine_unchanged(worker):
+def test_engine_that_cannot_be_cached_says_so_every_ten_minutes(monkeypatch, caplog):
+    """The scheduler side speaks for the engine. Each step asks whether it is time to do so again."""
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    connector, _ = (LMCacheClusterConnector(make_config(), role, None) for role in KVConnectorRole)
+    for now in (100, 599, 1300, 1301):
+        connector._off._clock = partial(float, time.monotonic() + now)
+        connector.build_connector_meta(make_output())
+    lines = [record.message for record in caplog.records if "is OFF" in record.message]
+    assert len(lines) == 2
+    assert set(lines) == {lines[0]}
+    assert "this engine cannot be cached: " in lines[0]
+
+
+def test_messages_have_the_form_of_vllms(monkeypatch):
+    """vLLM configures only the logger of its name. Others would print a warning without its level."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [handler])
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    for name in ("lmcache_client", "lmcache_store"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
+    LMCacheClusterConnector(make_config(), KVConnectorRole.SCHEDULER, None)
+    assert "\nWARNING LMCache Cluster is OFF, the engine runs without its cache: " in stream.getvalue()
+
+
+def test_unsupported_kv_caches_leave_the_engine_unchanged(worker, caplog):
     worker.register_kv_caches({"layer": "not a tensor"})
     assert worker.get_handshake_metadata() is None
     assert worker.get_finished(set()) == (set(), set())
+    worker._worker._off._clock = lambda: time.monotonic() + 601
+    assert worker.get_finished(set()) == (set(), set())
+    assert caplog.text.count("is OFF, the engine runs without its cache: this engine cannot be cached: ") == 2
 
 
 def test_handshake_inside_another_connector_is_empty(worker, monkeypatch):

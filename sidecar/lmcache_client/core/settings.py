@@ -30,8 +30,9 @@ def read_settings(kind: type[T], extra_config: Mapping[str, Any]) -> T:
         if key.startswith(PREFIX) and value is not None
     }
     if unknown := sorted(given.keys() - readers.keys()):
-        known = ", ".join(f"{PREFIX}{name}" for name in sorted(readers))
-        raise UnsupportedError(f"unknown setting {PREFIX}{unknown[0]} (known: {known})")
+        name, known = f"{PREFIX}{unknown[0]}", [f"{PREFIX}{reader}" for reader in sorted(readers)]
+        hint = options.suggestion(name, known)
+        raise UnsupportedError(f"unknown setting {name} (known: {', '.join(known)}){hint}")
     sources = options.environment(["socket"], os.environ), options.Source(f"{PREFIX}{{}}".format, given)
     values, mistakes = options.read_values(readers, sources)
     if mistakes:

@@ -38,6 +38,7 @@ from typing import Any
 from lmcache_client.core.copier import EngineCopier, Fence, use_all_cores
 from lmcache_client.core.jobs import EngineIdentity, StepMeta, WorkerReport
 from lmcache_client.core.transfers import LoadTransfer, StoreTransfer
+from lmcache_client.off_notice import NOT_CACHED, OffNotice
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.errors import SidecarError
 from lmcache_store.common.timing import TIMING
@@ -71,6 +72,7 @@ class WorkerSide:
         self._is_identity_reported = False  # to the scheduler side
         self._attach = attach
         self._clock = clock
+        self._off = OffNotice(clock=clock)
         self._lock = threading.Lock()  # protects the next two against the thread that attaches
         self._is_offline = False
         self._client: SidecarClient | None = None  # None: nothing is copied
@@ -142,6 +144,7 @@ class WorkerSide:
 
         Waits at most ``LOAD_WAIT_SECONDS`` for a load, and only if the step computes nothing.
         """
+        self._off.repeat()
         step = _step(meta)
         self._announce(step)
         if step.held:
@@ -190,7 +193,7 @@ class WorkerSide:
         try:
             client, copier, identity = self._attach(kv_caches)
         except Exception as error:  # whatever it is: an engine that can't be cached must run unaffected
-            logger.warning("LMCache Cluster does not cache this engine: %s", error)
+            self._off.warn(f"{NOT_CACHED}: {error}")
             return
         with self._lock:
             if not self._is_offline:

@@ -27,6 +27,7 @@ from pathlib import Path
 import grpc
 
 from lmcache_client.cuda.pin_status import PinStatus
+from lmcache_client.off_notice import OffNotice
 from lmcache_client.rpc import service
 from lmcache_client.rpc.attachment import Attachment, OnRows, hello_message
 from lmcache_client.rpc.errors import SidecarError
@@ -53,7 +54,14 @@ class SidecarClient:
     In a forked child, the client is detached. ``close`` runs at interpreter exit if it was not called before.
     """
 
-    def __init__(self, socket_path: str, hello: ClientHello, *, on_rows: OnRows | None = None) -> None:
+    def __init__(
+        self,
+        socket_path: str,
+        hello: ClientHello,
+        *,
+        on_rows: OnRows | None = None,
+        notice: OffNotice | None = None,
+    ) -> None:
         """Create a detached client; ``start`` attaches it.
 
         Args:
@@ -64,6 +72,7 @@ class SidecarClient:
                 be accessed, and whether no copy of an older column is running. On return, no device may have
                 other rows of this column pinned, nor rows of an older column without running copies.
                 Otherwise it must raise.
+            notice: warns while the client is detached.
 
         Raises ValueError if the system can't use a ``socket_path`` of this length.
         """
@@ -72,6 +81,7 @@ class SidecarClient:
         self._socket_path = socket_path
         self._hello = hello_message(hello, client_uuid)
         self._on_rows = on_rows
+        self._notice = notice or OffNotice()
         self._pid = os.getpid()
         self._lock_file = LockFile(service.lock_path(socket_path, client_uuid))
         self._copies = OpenCopies(self._wake)
@@ -159,14 +169,16 @@ class SidecarClient:
 
     def _attached(self, session: SidecarSession) -> None:
         self._session, self.detached_reason = session, ""
-        logger.info("Attached to the sidecar at %s, epoch %d", self._socket_path, session.epoch)
+        self._notice.clear()
+        about = "LMCache Cluster is on. Attached to the sidecar at %s, epoch %d"
+        logger.info(about, self._socket_path, session.epoch)
         if self._pending_releases:
             with contextlib.suppress(SidecarError):  # they stay pending
                 session.release(list(self._pending_releases))
 
     def _detached(self, reason: str) -> None:
-        if reason != self.detached_reason and not self._closing.is_set():
-            logger.warning("Not attached to the sidecar, continuing without it: %s", reason)
+        if not self._closing.is_set():
+            self._notice.warn(reason)
         self.detached_reason = reason
         self._session = None
 

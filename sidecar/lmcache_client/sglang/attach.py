@@ -15,6 +15,7 @@ from lmcache_client.core.copier import allowed_cores
 from lmcache_client.core.jobs import EngineIdentity
 from lmcache_client.core.paged.blocking import BlockingAccess, Limits
 from lmcache_client.errors import UnnamedError, UnsupportedError
+from lmcache_client.off_notice import OffNotice
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.hello import ClientHello, Role
 from lmcache_client.sglang import naming, windows
@@ -87,7 +88,8 @@ def attach(storage_config: Any, pools: Mapping[str, Any], settings: SGLangSettin
         model=str(storage_config.model_name or ""),
         kv_bytes=0 if ranks.is_replica else _kv_bytes(engine, pools),
     )
-    client = SidecarClient(settings.socket, hello, on_rows=copier.prepare)
+    notice = OffNotice("lmcache.socket in --hicache-storage-backend-extra-config, or LMCACHE_SOCKET")
+    client = SidecarClient(settings.socket, hello, on_rows=copier.prepare, notice=notice)
     client.start()
     return BlockingAccess(
         client,

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.srt.mem_cache import hicache_storage
 
+from lmcache_client.off_notice import NOT_CACHED, OffNotice
 from lmcache_client.sglang import support
 from lmcache_store.common.timing import TIMING
 
@@ -38,8 +39,6 @@ logger = logging.getLogger(__name__)
 _ANCHOR = "kv"
 """Name of the pool that all models have."""
 
-_NOT_CACHED = "LMCache Cluster does not cache this engine: %s"
-
 
 def _guarded(neutral: Callable[..., Any]) -> Callable[[F], F]:
     """Decorate a method: return the neutral value while the backend is offline, and if it raises."""
@@ -47,6 +46,7 @@ def _guarded(neutral: Callable[..., Any]) -> Callable[[F], F]:
     def decorate(method: F) -> F:
         @functools.wraps(method)
         def guarded(self: LMCacheBackend, *args: Any, **kwargs: Any) -> Any:
+            self._off.repeat()
             if self._is_offline:
                 return neutral(*args, **kwargs)
             try:
@@ -76,6 +76,7 @@ class LMCacheBackend(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # s
     """The backend, see the module. ``attach`` makes its connection; ``core.blocking`` does its work."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        self._off = OffNotice()
         self._config = storage_config
         self._pools: dict[str, Any] = {}
         self._groups: dict[str, int] = {}  # KV groups by the name of the pool
@@ -89,7 +90,7 @@ class LMCacheBackend(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # s
         try:
             support.check_version()
         except Exception as error:
-            logger.warning(_NOT_CACHED, error)
+            self._off.warn(f"{NOT_CACHED}: {error}")
             self._is_offline = True
 
     # ---- the life of the backend ----
@@ -120,7 +121,7 @@ class LMCacheBackend(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # s
         try:
             self._note_engine()
         except Exception as error:
-            logger.warning(_NOT_CACHED, error)
+            self._off.warn(f"{NOT_CACHED}: {error}")
         else:
             self._has_begun = True
             self._attach()
@@ -158,7 +159,7 @@ class LMCacheBackend(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # s
             groups = {name: number for number, name in enumerate(attach.groups_of(pools))}
             access = attach.attach(self._config, pools, settings)
         except Exception as error:  # whatever it is: an engine that can't be cached must run unaffected
-            logger.warning(_NOT_CACHED, error)
+            self._off.warn(f"{NOT_CACHED}: {error}")
             return
         with self._lock:
             if is_wanted := not self._is_closed and pools is self._pools:

@@ -19,6 +19,7 @@ from lmcache_client.core.layout import KVCaches, Layout, num_bytes, page_views, 
 from lmcache_client.core.settings import TOKENS_PER_SECOND, read_settings
 from lmcache_client.cuda.driver import Device
 from lmcache_client.errors import UnnamedError, UnsupportedError
+from lmcache_client.off_notice import OffNotice
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.hello import ClientHello, Role, TransferOffer
 from lmcache_client.rpc.service import DEFAULT_SOCKET
@@ -144,7 +145,8 @@ def start_scheduler_client(socket: str, identity: EngineIdentity) -> SidecarClie
 
 def start_client(socket: str, hello: ClientHello, copier: EngineCopier | None = None) -> SidecarClient:
     """Start a client that attaches in the background. A worker's copier prepares the arena for copies."""
-    client = SidecarClient(socket, hello, on_rows=copier.prepare if copier else None)
+    notice = OffNotice("lmcache.socket in --kv-transfer-config, or LMCACHE_SOCKET")
+    client = SidecarClient(socket, hello, on_rows=copier.prepare if copier else None, notice=notice)
     if copier is not None:
         copier.watch_pins(client.report_pins)
     client.start()

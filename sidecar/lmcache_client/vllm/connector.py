@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lmcache_client.errors import UnsupportedError
+from lmcache_client.off_notice import NOT_CACHED, OffNotice
 from lmcache_client.vllm.support import check_version
 
 if TYPE_CHECKING:
@@ -55,17 +56,18 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: VLLMScheduler | None = None
         self._worker: WorkerSide | None = None
+        self._off = OffNotice()
         try:
+            _share_handlers()
             check_version(vllm.__version__)
             if role == KVConnectorRole.SCHEDULER:
                 self._scheduler = _make_scheduler(vllm_config, kv_cache_config)
             else:
                 self._worker = _make_worker(vllm_config, kv_cache_config)
         except Exception as error:
-            # The scheduler side warns once for the engine, so the workers need not repeat it.
-            is_repeated = isinstance(error, UnsupportedError) and role == KVConnectorRole.WORKER
-            level = logging.DEBUG if is_repeated else logging.WARNING
-            logger.log(level, "LMCache Cluster is off, the engine runs without it: %s", error)
+            # The scheduler side warns for the engine, so the workers need not.
+            if role == KVConnectorRole.SCHEDULER or not isinstance(error, UnsupportedError):
+                self._off.warn(f"{NOT_CACHED}: {error}")
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -196,6 +198,7 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta | KVConnectorMetadata:
         """Return the step's loads and stores for the workers."""
+        self._off.repeat()
         return _call(self._scheduler, "build_connector_meta", KVConnectorMetadata(), scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -238,6 +241,18 @@ with contextlib.suppress(ValueError):  # a MultiConnector finds its children's s
     KVConnectorFactory.register_connector(
         LMCacheClusterConnector.__name__, __name__, LMCacheClusterConnector.__name__
     )
+
+
+def _share_handlers() -> None:
+    """Log as vLLM does, which configures only the logger of its name: others print no level.
+
+    Does nothing if our messages have handlers, as with VLLM_LOGGING_CONFIG_PATH.
+    """
+    engine = logging.getLogger("vllm")
+    for name in ("lmcache_client", "lmcache_store"):
+        if not (ours := logging.getLogger(name)).hasHandlers():
+            ours.handlers = engine.handlers
+            ours.setLevel(engine.level)
 
 
 def _reset_engine_cache(scheduler: VLLMScheduler, reset: Callable[[], bool]) -> bool:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 ANSWER_TOKENS = 16
 LOGPROB_TOLERANCE = 1e-3
 """Batches of other sizes round differently. Other KV changes logprobs by more than 0.1."""
-_FAULTS = "sidecar/lmcache_client/sglang/", "offline", "LMCache Cluster does not cache this engine"
+_FAULTS = "sidecar/lmcache_client/sglang/", "offline", "this engine cannot be cached"
 """Texts that the log of an engine without faults does not contain: frames of tracebacks, and messages."""
 BUFFERED = {"max_total_tokens": 4096, "hicache_host_memory_mode": "buffer_only", "hicache_ratio": 1.0}
 """Arguments of an engine that loads most prompts: its device holds 4,096 tokens, its host memory none."""

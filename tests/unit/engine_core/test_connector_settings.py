@@ -45,6 +45,7 @@ def test_environment_takes_precedence_for_the_socket_only(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"lmcache.sokcet": "/x"}, r"unknown setting lmcache\.sokcet .*; did you mean 'lmcache.socket'\?"),
         ({"lmcache.thread": "1"}, r"unknown setting lmcache\.thread \(known: lmcache\.socket, .*threads\)"),
         ({"lmcache.threads": "9"}, r"lmcache\.threads: '9' is not a number from 1 to 8"),
         ({"lmcache.threads": 1.5}, r"lmcache\.threads: '1.5' is not a number"),

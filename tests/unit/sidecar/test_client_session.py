@@ -8,6 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
+from lmcache_client import off_notice
 from lmcache_client.cuda.pin_status import PinStatus
 from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_client.rpc import service
@@ -183,3 +184,43 @@ def test_hello_with_long_texts_is_accepted():
     peer = parse_hello(hello_message(hello, b"u" * 16))
     assert peer.hello.private_reason.startswith("the file ü")
     assert peer.hello.model.startswith("/models/m")
+
+
+class Pauses:
+    """The closing event of a client: each pause between two attempts only moves the clock."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self._end = 100.0, 100.0 + seconds
+
+    def is_set(self) -> bool:
+        return self.now >= self._end
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_cache_that_is_off_is_reported_every_ten_minutes(caplog, monkeypatch):
+    caplog.set_level("INFO")
+    pauses = Pauses(1250)
+    notice = off_notice.OffNotice("lmcache.socket in --kv-transfer-config", lambda: pauses.now)
+    client = SidecarClient("/nonexistent/kvcache.sock", make_hello(), notice=notice)
+    monkeypatch.setattr(client, "_closing", pauses)
+    client._run()
+    assert [(record.levelname, record.message) for record in caplog.records] == 3 * [
+        (
+            "WARNING",
+            "LMCache Cluster is OFF, the engine runs without its cache: no socket at /nonexistent/"
+            "kvcache.sock: is the sidecar up and its directory mounted?"
+            " (see lmcache.socket in --kv-transfer-config)",
+        )
+    ]
+    caplog.clear()
+    monkeypatch.setattr(client, "_closing", Pauses(1))
+    client._attached(SimpleNamespace(epoch=7))
+    client._detached("the sidecar ended the session")
+    client._attached(SimpleNamespace(epoch=8))
+    client._detached("the sidecar ended the session")
+    attached, off, *again = [record.message for record in caplog.records]
+    assert attached == "LMCache Cluster is on. Attached to the sidecar at /nonexistent/kvcache.sock, epoch 7"
+    assert "is OFF" in off
+    assert len(again) == 2, "a reason is reported again after an attach"
