@@ -33,6 +33,7 @@ from lmcache_sidecar.clients.registry import MAX_CLIENTS, Client
 from lmcache_sidecar.clients.validation import CallRefusedError, invalid, parse_pinned
 from lmcache_sidecar.config import ConfigError
 from lmcache_sidecar.sessions import Sessions, store_copier
+from lmcache_store.common.logs import Reminders
 from lmcache_store.common.timing import TIMING
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class Server:
         self._sessions = sessions
         self._socket_path = socket_path
         self._calls = calls
+        self._refusals = Reminders()
         self._server: grpc.aio.Server | None = None
         self._announced = asyncio.Event()  # replaced each time it is set
 
@@ -150,7 +152,14 @@ class Server:
 
     async def _serve(self, context: _Context) -> None:
         """Serve one client from Hello to the end of its stream."""
-        client = await self._sessions.attach(await _read_hello(context))
+        hello = await _read_hello(context)
+        try:
+            client = await self._sessions.attach(hello)
+        except CallRefusedError as refused:
+            about = f"Refused a client: pid {hello.pid}, model {hello.model[:200]!r}: {refused}"
+            if self._refusals.is_due(about):  # clients attach again and again
+                logger.warning("%s", about)
+            raise
         sending: asyncio.Task[None] | None = None
         try:
             attached = self._sessions.attached_message(client)

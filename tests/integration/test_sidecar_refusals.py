@@ -238,12 +238,18 @@ def test_hello_without_the_lock_is_refused(busy_client):
 
 
 def test_engine_with_another_geometry_waits_until_the_last_engine_leaves(sidecar, connect):
-    with RawClient(sidecar) as present:
+    with RawClient(sidecar, make_hello(model="first")) as present:
         present.attach()
-        second = connect(engine_uuid=b"p" * 16, chunk_bytes=200_000)
+        second = connect(engine_uuid=b"p" * 16, chunk_bytes=200_000, model="other")
         remedy = "stop those engines, or give this engine a separate sidecar"
         wait_until(lambda: remedy in second.detached_reason)
         assert remedy in sidecar.stats()["attach_refusal"]
+        before = num_refused(sidecar, "FAILED_PRECONDITION")
+        wait_until(lambda: num_refused(sidecar, "FAILED_PRECONDITION") > before, what="it tries again")
+        refused = (
+            rf"WARNING .*: Refused a client: pid {os.getpid()}, model 'other': the arena has the .*'first'"
+        )
+        assert len(re.findall(refused, sidecar.log)) == 1
     session = attached(second)
     assert session.slots.shape[1] == 200_704
     usable(sidecar)

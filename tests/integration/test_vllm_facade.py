@@ -196,7 +196,7 @@ def test_engine_that_cannot_be_cached_says_so_every_ten_minutes(monkeypatch, cap
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
     connector, _ = (LMCacheClusterConnector(make_config(), role, None) for role in KVConnectorRole)
     for now in (100, 599, 1300, 1301):
-        connector._off._clock = partial(float, time.monotonic() + now)
+        connector._off._reminders._clock = partial(float, time.monotonic() + now)
         connector.build_connector_meta(make_output())
     lines = [record.message for record in caplog.records if "is OFF" in record.message]
     assert len(lines) == 2
@@ -223,7 +223,7 @@ def test_unsupported_kv_caches_leave_the_engine_unchanged(worker, caplog):
     worker.register_kv_caches({"layer": "not a tensor"})
     assert worker.get_handshake_metadata() is None
     assert worker.get_finished(set()) == (set(), set())
-    worker._worker._off._clock = lambda: time.monotonic() + 601
+    worker._worker._off._reminders._clock = lambda: time.monotonic() + 601
     assert worker.get_finished(set()) == (set(), set())
     assert caplog.text.count("is OFF, the engine runs without its cache: this engine cannot be cached: ") == 2
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 _FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 _MAX_LINES = 60  # per window and place in the code
 _WINDOW_SECONDS = 60.0
+_MAX_PROBLEMS, _REMINDER_SECONDS = 128, 600.0
 
 
 def set_up(log_format: str, level: str, *filters: logging.Filter) -> None:
@@ -40,6 +41,28 @@ class _OneLine(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record)
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
+class Reminders:
+    """Decides when to log a lasting problem: when it begins, and every ten minutes while it is reported."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._due: dict[str, float] = {}  # time of the next line, by the problem's text
+
+    def is_due(self, problem: str) -> bool:
+        """Return whether to log the problem now."""
+        now = self._clock()
+        if now < self._due.get(problem, now):
+            return False
+        if len(self._due) >= _MAX_PROBLEMS:
+            self.clear()
+        self._due[problem] = now + _REMINDER_SECONDS
+        return True
+
+    def clear(self) -> None:
+        """Note that there is no problem any more."""
+        self._due.clear()
 
 
 class FloodFilter(logging.Filter):

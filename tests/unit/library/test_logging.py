@@ -11,7 +11,7 @@ import uuid
 import pytest
 
 from lmcache.logging import init_logger
-from lmcache_store.common.logs import FloodFilter, formatter
+from lmcache_store.common.logs import FloodFilter, Reminders, formatter
 
 
 def line(line_number: int, level: int = logging.WARNING) -> logging.LogRecord:
@@ -29,6 +29,18 @@ def test_each_source_line_may_log_sixty_lines_a_minute():
     assert floods.filter(second)
     assert first.getMessage() == "3 bytes (40 more lines like this one were omitted)"
     assert second.getMessage() == "3 bytes"
+
+
+def test_lasting_problem_is_due_every_ten_minutes():
+    now = [0.0]
+    reminders = Reminders(lambda: now[0])
+    due = [reminders.is_due("a") for now[0] in (0.0, 1.0, 599.0, 600.0, 601.0)]
+    assert due == [True, False, False, True, False]
+    assert reminders.is_due("b")
+    assert not reminders.is_due("a")
+    for number in range(10_000):  # texts of clients, which may be hostile
+        reminders.is_due(str(number))
+    assert len(reminders._due) <= 128
 
 
 def test_debug_lines_are_not_limited():

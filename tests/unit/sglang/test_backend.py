@@ -243,7 +243,7 @@ def test_engine_of_another_version_starts_without_the_cache(world, monkeypatch, 
     assert not world.installs
     assert backend.batch_exists(["00" * 32]) == 0
     assert backend.batch_set_v1(["00" * 32], Indices([0, 1])) == [False]
-    backend._off._clock = lambda: time.monotonic() + 601
+    backend._off._reminders._clock = lambda: time.monotonic() + 601
     assert backend.batch_exists(["00" * 32]) == 0
     assert caplog.text.count("is OFF, the engine runs without its cache: this engine cannot be cached: ") == 2
     backend.close()
