@@ -18,6 +18,7 @@ see the reasons in comments::
 
 import re
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -37,7 +38,13 @@ _FENCE = re.compile(
 _OUTPUT = ' title="Output"'
 _OMITTED = "…"
 _NUMBER = r"\d+(?:[.,]\d+)*"
-_VARIABLE = {r"\b(?:\d+[smhd])+\b": r"(?:\d+[smhd])+", _NUMBER: _NUMBER, "  +": "  +", _OMITTED: ".*"}
+_VARIABLE = {
+    r"\b(?:\d+[smhd])+\b": r"(?:\d+[smhd])+",
+    _NUMBER: _NUMBER,
+    "  +": "  +",
+    "█+": "█+",
+    _OMITTED: ".*",
+}
 """Parts of an expected line, and what they match in a printed line."""
 _PARTS = re.compile("|".join(f"({part})" for part in _VARIABLE))
 
@@ -81,12 +88,20 @@ def fences(page: Path, *languages: str) -> list[Fence]:
     return [fence for fence in parsed if not languages or fence.language in languages]
 
 
-def difference(expected: str, printed: str) -> str:
+def output(page: str, command: str) -> str:
+    """The output that a page of ``docs`` shows below the commands with this text."""
+    (shown,) = [fence.output for fence in fences(DOCS / page, *COMMANDS) if command in fence.text]
+    assert shown, f"{page} shows no output of {command}"
+    return shown.text
+
+
+def difference(expected: str, printed: str, translated: Callable[[str], str] = str) -> str:
     """Compare an output with the one that a page shows; returns a diff, or nothing if they match.
 
-    Numbers match any number, ages such as ``2m30s`` any age, and gaps between columns any gap. ``…`` matches
-    a part of a line, or as a line of its own any number of lines. Everything else must be equal, apart from
-    blank lines and spaces at the ends of lines.
+    Numbers match any number, ages such as ``2m30s`` any age, bars of charts any bar, and gaps between columns
+    any gap. ``…`` matches a part of a line, or as a line of its own any number of lines. Everything else must
+    be equal, apart from blank lines and spaces at the ends of lines. ``translated`` replaces the placeholders
+    of a line. NAME may also be the heading of a column, which stays.
     """
     actual = _lines(printed)
     position, may_skip = 0, False
@@ -95,7 +110,8 @@ def difference(expected: str, printed: str) -> str:
             may_skip = True
             continue
         candidates = range(position, len(actual) if may_skip else min(position + 1, len(actual)))
-        matching = (index for index in candidates if _matches(line, actual[index]))
+        forms = {line, translated(line)}
+        matching = (i for i in candidates if any(_matches(form, actual[i]) for form in forms))
         if (index := next(matching, None)) is None:
             return _diff(actual, position, line)
         position, may_skip = index + 1, False

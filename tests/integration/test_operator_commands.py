@@ -21,6 +21,7 @@ from tests.harness.commands.plugin import (
     kubeconfig_with,
 )
 from tests.harness.engine import session_of
+from tests.harness.fences import difference, output
 from tests.harness.kube import CLUSTERS, NAME, example, new_namespace, stop_operator
 from tests.harness.sidecar.wire import make_keys
 
@@ -74,7 +75,9 @@ def test_status_shows_the_figures_of_all_pods(kubectl, lmcache, namespace):
 
 def test_explain_adds_up_the_causes_and_finds_a_request(lmcache):
     sums = "1,034 tokens of prompts: 0 % loaded, 100 % computed."
-    assert succeed(lmcache("explain")).startswith(sums)
+    shown = succeed(lmcache("explain"))
+    assert shown.startswith(sums)
+    assert not difference(output("how-to/see-whether-the-cache-helps.md", "lmcache explain"), shown)
     assert succeed(lmcache("explain", "--tenant", "default")).startswith(f"Tenant default.\n{sums}")
     shown = succeed(lmcache("explain", NAME, "--request-id", "pl-1"))
     assert shown.startswith(f"Pod {NAME}-engine-1.\nRequest cmpl-1: 517 tokens.")

@@ -12,6 +12,9 @@ from testing.child_process import free_port
 from tests.harness.commands.json_server import JsonHandler, serving
 from tests.harness.commands.sidecar_command import explain
 from tests.harness.engine import report
+from tests.harness.fences import difference, output
+
+PAGE = "how-to/find-out-why-a-prompt-was-computed.md"
 
 
 def explain_in_a_new_process(sidecar, *arguments: str | bytes, **variables: str) -> tuple[int, str]:
@@ -27,10 +30,10 @@ def test_explains_all_requests_and_one(sidecar, scheduler):
     report(scheduler, "cmpl-1", 1, 2, 3)
     report(scheduler, "cmpl-2", 1, 2, 4, num_hit_chunks=1, num_loaded_tokens=256)
     status, text = explain(sidecar)
-    assert status == 0
+    assert (status, difference(output(PAGE, "explain\n"), text)) == (0, "")
     assert text.startswith("1,546 tokens of prompts: 17 % loaded, 83 % computed.")
     status, text = explain(sidecar, "--request-id", "pl-2")
-    assert status == 0
+    assert (status, difference(output(PAGE, "--request-id"), text)) == (0, "")
     assert text.startswith("Request cmpl-2: 773 tokens.\nAn earlier prompt began with the same 512 tokens.")
     status, text = explain(sidecar, "--output", "json")
     assert json.loads(text)["cause_tokens"] == {

@@ -1,8 +1,8 @@
 """kubectl for pods without processes: the real one, but for commands that need a running container.
 
-``port-forward``, ``exec``, ``logs`` and most of ``wait`` only check that everything they name exists. ``get``
-does not watch. A path in ``-o jsonpath`` must be a field of the custom resource: for another path, kubectl
-itself prints nothing.
+``port-forward``, ``exec``, ``logs`` and most of ``wait`` only check that everything they name exists.
+``get --watch`` ends when the object is Ready, as a reader ends it. A path in ``-o jsonpath`` must be a field
+of the custom resource: for another path, kubectl itself prints nothing.
 """
 
 import json
@@ -68,6 +68,8 @@ def port_forward(target: str, *ports: str) -> None:
         }
     if missing := {int(port) for port in ports if port.isdigit()} - open_ports:
         fail(f"no port {missing}, but {open_ports}")
+    for address in ("127.0.0.1", "[::1]"):
+        print(f"Forwarding from {address}:{ports[0]} -> {ports[0]}")
 
 
 def wait(target: str) -> None:
@@ -78,6 +80,18 @@ def wait(target: str) -> None:
             fail(f"no condition {condition}")
     elif condition != "Ready":
         fail(f"{kind} has no condition {condition}")
+    group = "lmcachecluster.lmcache.io" if kind == "LMCacheCluster" else kind.lower()
+    print(f"{group}/{target.partition('/')[2]} condition met")
+
+
+def watch() -> None:
+    watching = subprocess.Popen([KUBECTL, *sys.argv[1:]], stdout=subprocess.PIPE, text=True)
+    assert watching.stdout
+    for line in watching.stdout:
+        print(line, end="")
+        if "Ready" in line.split():
+            break
+    watching.kill()
 
 
 def check_paths(kind: str) -> None:
@@ -91,7 +105,7 @@ def check_paths(kind: str) -> None:
 
 
 def main() -> None:
-    arguments = [argument for argument in sys.argv[1:] if argument not in ("--watch", "-w")]
+    arguments = sys.argv[1:]
     command, *rest = [part for part in arguments if part != "-n" and part != option("-n")]
     if command == "port-forward":
         port_forward(*rest)
@@ -102,6 +116,8 @@ def main() -> None:
         print(FACTS["logs"])
     elif command == "wait" and (rest[0].startswith("pod/") or "--for=condition=Ready" not in rest):
         wait(rest[0])
+    elif "--watch" in rest:
+        watch()
     else:
         if command == "get" and "jsonpath" in option("-o"):
             check_paths(rest[0])

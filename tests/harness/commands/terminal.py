@@ -105,7 +105,7 @@ class Terminal:
         assert "unknown field" not in output, f"{fence}:\n{output}"  # `kubectl patch` only warns
         printed = output.removesuffix(f"{_END}\n")
         if fence.output and not fence.output.reason:
-            differs = difference(self.translated(fence.output.text), printed)
+            differs = difference(fence.output.text, printed, self.translated)
             assert not differs, f"{fence} prints another output than the page shows:\n{differs}"
         return printed
 

@@ -10,18 +10,18 @@ CLASSES, SLICES = "resource.k8s.io/v1/deviceclasses", "resource.k8s.io/v1/resour
 
 
 @contextlib.contextmanager
-def published(plane: Cluster, per_node: int) -> Iterator[None]:
+def published(plane: Cluster, per_node: int, device_class: str = DEVICE_CLASS) -> Iterator[None]:
     """Publish ``per_node`` devices on each node and a class for them, as a DRA driver does."""
-    selector = {"cel": {"expression": f'device.driver == "{DEVICE_CLASS}"'}}
-    plane.api.create(CLASSES, {"metadata": {"name": DEVICE_CLASS}, "spec": {"selectors": [selector]}})
+    selector = {"cel": {"expression": f'device.driver == "{device_class}"'}}
+    plane.api.create(CLASSES, {"metadata": {"name": device_class}, "spec": {"selectors": [selector]}})
     slices = []
     for node in (obj["metadata"]["name"] for obj in plane.api.objects("v1/nodes")):
         pool = {"name": node, "generation": 1, "resourceSliceCount": 1}
         devices = [{"name": f"gpu-{number}"} for number in range(per_node)]
-        spec = {"driver": DEVICE_CLASS, "nodeName": node, "pool": pool, "devices": devices}
+        spec = {"driver": device_class, "nodeName": node, "pool": pool, "devices": devices}
         slices.append(f"{node}-gpus")
         plane.api.create(SLICES, {"metadata": {"name": slices[-1]}, "spec": spec})
     yield
-    plane.api.delete(CLASSES, DEVICE_CLASS)
+    plane.api.delete(CLASSES, device_class)
     for name in slices:
         plane.api.delete(SLICES, name)

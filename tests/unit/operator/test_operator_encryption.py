@@ -8,6 +8,7 @@ from lmcache_operator.api.parse import parse
 from lmcache_operator.components.engine.features.encryption import mounted_secrets
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.errors import InvalidSpecError, RefusedError
+from tests.harness.fences import difference, output
 from tests.harness.operator.components import GOOD, ReconciledCluster
 from tests.harness.operator.injection import injected
 from tests.harness.operator.injection import pod as user_pod
@@ -219,3 +220,16 @@ def test_variable_without_a_secret_is_not_said_to_encrypt(value: str | None) -> 
     part(container(spec, "sidecar")["env"], DISK)["value"] = value
     assert mounted_secrets({"spec": spec}) == {"disk": "", "remote": "kv-keys"}
     assert mounted_secrets({"spec": {"containers": []}}) == {}
+
+
+def test_pages_show_the_messages_of_healthy_sidecars() -> None:
+    rig = Rig({"remote": encrypted(**EXTERNAL)})
+    assert rig.report({"remote": FINE}, {"remote": FINE}) == ENCRYPTED
+    pages = {
+        "SidecarAttached": "see-whether-the-cache-helps",
+        "RemoteTierReachable": "rotate-a-password",
+        "RowsEncrypted": "encrypt-rows",
+    }
+    for kind, page in pages.items():
+        *_, shown = output(f"how-to/{page}.md", f'"{kind}"').splitlines()
+        assert not difference(shown, rig.message(kind))
