@@ -1,4 +1,4 @@
-"""The commands of Get started and of the how-to pages, run page by page on a real API server.
+"""The commands of Get started, of the how-to pages and of guides, run page by page on a real API server.
 
 The chart is installed by Helm, and the operator runs as a process. Pods are on fake nodes. Commands that need
 a container therefore only check their arguments (``tests.harness.commands.kubectl_stand_in``).
@@ -116,6 +116,17 @@ HOW_TO = {
     "trace-requests": Page("qwen3-8b.yaml", "qwen3-8b"),
     "uninstall": Page("cpu.yaml", "qwen3-cpu", {"RELEASE": "other"}),
 }
+GUIDES = {
+    "add-tiers": Page("qwen3-8b.yaml", "qwen3-8b"),
+    "engines": Page("qwen3-8b.yaml", "qwen3-8b"),
+    "gpus": Page("qwen3-8b.yaml", "qwen3-8b"),
+    "install": Page("qwen3-8b.yaml", "qwen3-8b"),
+    "monitor": Page("qwen3-8b.yaml", "qwen3-8b"),
+    "own-pods": Page("injection.yaml", "settings", {"deployment.yaml": "examples/injection.yaml"}),
+    "scale": Page("qwen3-8b.yaml", "qwen3-8b"),
+}
+OFF_CLUSTER = {"autoscaling", "library", "peers", "sglang", "sidecar", "tenants"}
+"""Guides whose commands need a sidecar, an engine or traffic."""
 _POINT = {"size": "64Gi", "hit": "0.32", "low": "0.30", "high": "0.34", "netPerHour": "-0.4"}
 _WHY = {"reason": "It saves more than it costs.", "limitedBy": "None", "curve": [_POINT]}
 _MEMORY = {"current": "64Gi", "recommended": "108Gi", **_WHY}
@@ -224,6 +235,12 @@ def test_every_page_has_its_test():
     in_release_tests = "verify-a-release"  # tests/release
     on_gpu = "check-your-gpu"  # test_gpu_bundle.py
     assert {page.stem for page in PAGES} == {*HOW_TO, on_laptop, ON_CLUSTER.stem, in_release_tests, on_gpu}
+    runnable = {
+        page.stem
+        for page in DOCS.glob("guides/*.md")
+        if not all(fence.reason for fence in fences(page, *COMMANDS))
+    }
+    assert runnable == {*GUIDES, *OFF_CLUSTER}
 
 
 def test_get_started_on_a_cluster(plane, terminal, tmp_path):
@@ -246,6 +263,12 @@ def test_how_to(plane, operator, terminal, namespace, name):
         prepare(plane, terminal, namespace, page)
         printed = run(terminal, DOCS / "how-to" / f"{name}.md")
     assert printed.count("No resources found") == page.num_absent, printed
+
+
+@pytest.mark.parametrize("name", sorted(GUIDES))
+def test_guide(plane, operator, terminal, namespace, name):
+    prepare(plane, terminal, namespace, GUIDES[name])
+    run(terminal, DOCS / "guides" / f"{name}.md")
 
 
 def test_uninstall(plane, operator, terminal, namespace):
