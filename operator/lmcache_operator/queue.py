@@ -1,8 +1,9 @@
 """A queue of keys that loses no wake-up, and never runs two jobs of one key at the same time.
 
 Keys whose version changed run first, because a user is waiting for the result. A key that changes all the
-time does so only once in some seconds, or work of other keys would never run. New keys come next. Otherwise,
-after a restart with a thousand keys, the first keys would run again and again before the last one starts.
+time runs first only once in some seconds, because other keys would otherwise never run. New keys come next,
+because after a restart with a thousand keys, the first keys would otherwise run several times before the last
+key starts.
 
 Each key has its own lane: a task that waits for a wake-up or a deadline, and then runs the work. Wake-ups in
 a burst, or during a run, cause one more run. The event is cleared before the work observes anything, so a

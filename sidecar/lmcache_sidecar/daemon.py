@@ -1,7 +1,7 @@
 """The process of a sidecar, from its start to SIGTERM.
 
-With ``stay_up``, a sidecar that can't run stays up and is not ready. A container that ends again and again
-would take its pod, and so a healthy engine, out of service.
+With ``stay_up``, a sidecar that cannot use its configuration stays up and is not ready, because a container
+that ends again and again would take its pod, and so a healthy engine, out of service.
 """
 
 from __future__ import annotations

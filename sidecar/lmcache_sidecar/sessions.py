@@ -1,4 +1,7 @@
-"""The calls of clients, on the store that all clients share. One event loop owns it; nothing here blocks."""
+"""Carries out the calls of clients, on the store that all clients share.
+
+One event loop owns the store, so no call may block.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs ``top`` for sidecars, wherever their reports come from."""
+"""The command ``top``: what sidecars do now. Its caller says where their reports come from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gathers a cluster and the figures of its sidecars, in seconds, whatever does not answer."""
+"""Reads a cluster and the figures of its sidecars, within seconds even if some sidecars do not answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kubectl lmcache top``: the present work of all pods of one cluster or of a namespace."""
+"""``kubectl lmcache top``: what all pods of a cluster, or of a namespace, do now."""
 
 from __future__ import annotations
 

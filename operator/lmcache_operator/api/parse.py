@@ -1,6 +1,6 @@
 """The parser: from a user's object to typed values, or to an error that names the field.
 
-The API server has already checked most of this. The parser checks it again because ``lmcache-operator
+The API server has already checked most rules. The parser checks them again, because ``lmcache-operator
 render`` has no API server, and because an object may be older than the CRD.
 """
 

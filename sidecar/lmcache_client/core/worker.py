@@ -1,8 +1,8 @@
-"""The worker side of a connector: one rank's copies, on three threads, and how long they may hold blocks.
+"""The worker side of a connector: copies for one rank on three threads, and limits how long they hold blocks.
 
 Loads and stores use separate threads, so that a request that waits for its load never queues behind stores.
-The engine's model thread calls the methods; none waits longer than its docstring says. The contract with the
-engine holds whatever fails:
+The engine's model thread calls the methods, and no method waits longer than its docstring says. The contract
+with the engine holds, whatever part of the cache fails:
 
 - Every load is reported exactly once, and only after its copy has ended.
 - Every held request is reported exactly once, at most ``hold_seconds`` later.

@@ -1,7 +1,7 @@
-"""Budgets of tenants: what the rows of one tenant may take, and what it is guaranteed. Pure.
+"""Budgets of tenants: how many bytes the rows of a tenant may take, and how many it is guaranteed. Pure.
 
 A tenant of the wire is a hash of a cache salt and a namespace (``lmcache_store.keys.tenant``). A budget has a
-name, and several tenants of the wire may have one budget: one salt has another hash in each namespace.
+name. Several tenants of the wire may share a budget, because one salt has a different hash in each namespace.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Load or recompute? Pure.
+"""Decides whether to load a row from a lower tier, or to compute its tokens again. Pure.
 
 A row (one chunk of one KV group) in a lower tier is worth loading only if loading is faster than computing it
 again. Otherwise a slow disk, or a Redis that many pods read at once, would make a request wait for its own

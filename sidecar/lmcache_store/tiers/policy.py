@@ -1,8 +1,8 @@
 """Eviction order: which row to evict next. Pure: it handles row numbers, not memory.
 
-A policy holds the visible rows without a lease. A leased row leaves it, and returns when its last lease ends.
-Finding a victim therefore never means skipping many rows in use. Rows that are being written through stay in
-the policy; they are few.
+A policy holds the visible rows that have no lease. A row that gets a lease leaves the policy, and returns
+when its last lease ends, so the search for a victim never has to skip many rows in use. Rows that are being
+written through stay in the policy, because they are few.
 
 **Tails before heads.** A chunk is useless without all chunks before it, and the engine stores the chunks of a
 long prompt over many steps. The policy therefore keeps rows in groups, one per request. The first victim is

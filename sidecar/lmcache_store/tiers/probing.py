@@ -1,4 +1,4 @@
-"""Leading rows of a prompt that a tier holds, in few round trips."""
+"""Finds the leading rows of a prompt that a tier holds, in few round trips."""
 
 from __future__ import annotations
 
