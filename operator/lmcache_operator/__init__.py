@@ -17,3 +17,5 @@ Users can rely on these promises:
 from __future__ import annotations
 
 __version__ = "0.1.0"
+DOCS = "https://github.com/lmcache-cluster/lmcache-cluster/blob/main/docs"
+"""Folder of the documentation. No site is published."""

@@ -1,6 +1,11 @@
 """``kubectl lmcache doctor`` on a real API server, with real faults, sidecars and Redis servers."""
 
+import gc
+import itertools
 import json
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -9,8 +14,19 @@ from vllm.version import __version__ as vllm_version
 
 from testing.child_process import free_port
 from testing.engine.process import ServedEngine, connector_config
+from testing.kube.cluster import Cluster
+from testing.kube.operator import ROOT
 from testing.processes import RedisProcess, SidecarProcess
-from tests.harness.commands.plugin import GET_PROXY, LIST_PODS, READ, Commands, create_pod, kubeconfig_with
+from tests.harness.commands.faulty_api import faulty_api
+from tests.harness.commands.plugin import (
+    GET_PROXY,
+    LIST_PODS,
+    READ,
+    Commands,
+    Plugin,
+    create_pod,
+    kubeconfig_with,
+)
 from tests.harness.kube import CLUSTERS, NAME, example
 
 pytestmark = pytest.mark.kube
@@ -58,7 +74,7 @@ def test_healthy_installation_has_no_failure(doctor, plane, namespace):
     assert status == 1
     first, second, third = shown.stdout.splitlines()[:3]
     assert first.startswith(f"FAILURE {namespace}/{NAME} sidecars: An engine serves without the cache.")
-    assert "-> Read the lines of LMCache in its log." in f"{second} {third}"
+    assert "-> Read the lines of LMCache in its log:" in f"{second} {third}"
     assert "\x1b" not in shown.stdout
     assert yaml.safe_load(lmcache("doctor", "-o", "yaml").stdout)["version"] == 1
 
@@ -136,3 +152,136 @@ def test_missing_right_is_named(plane, namespace, no_operator, name, rules, stat
     assert (checks[check]["level"], checks[check]["missingRight"]) == ("unknown", right)
     assert checks["kubernetesVersion"]["level"] == "ok"
     assert shown.returncode == status
+
+
+@pytest.fixture(scope="module")
+def empty() -> Iterator[Cluster]:
+    """A Kubernetes cluster without the chart and its CRDs."""
+    with Cluster(num_nodes=1) as plane:
+        yield plane
+
+
+class Repairs:
+    """Runs doctor in a namespace, and pastes the commands that it prints."""
+
+    def __init__(self, plane, folder, kubeconfig=None, namespace="team"):
+        self.plane, self.plugin = plane, Plugin(plane, folder, namespace)
+        self.lmcache = Commands(plane, namespace, kubeconfig)
+
+    def failures(self):
+        shown = self.lmcache("doctor", "-o", "json")
+        assert shown.stderr == ""
+        return [each for each in json.loads(shown.stdout)["checks"] if each["level"] == "failure"]
+
+    def paste(self, command):
+        words = ["sh", "-ec", command]
+        done = subprocess.run(words, cwd=ROOT, env=self.plugin.environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def repair(self, check, text):
+        """Wait for a failure, check that it is the only one, and that its command repairs it."""
+        (failure,) = self.plane.wait(self.failures)
+        assert failure["check"] == check
+        assert text in failure["statement"]
+        self.paste(failure["command"])
+        self.plane.wait(lambda: not self.failures())
+
+
+def test_one_cause_is_one_failure_whose_command_repairs_it(empty, tmp_path):
+    doctor = Repairs(empty, tmp_path)
+    (absent,) = doctor.failures()
+    assert absent["check"] == "installed"
+    assert "not installed in the Kubernetes cluster of context local" in absent["statement"]
+    assert "choose another with --context" in absent["remedy"]
+    doctor.paste(absent["command"])
+    doctor.repair("namespace", "There is no namespace team")
+    operator = ("-n", "lmcache-system", "deployment/lmcache-lmcache-operator")
+    empty.kubectl("scale", *operator, "--replicas=0")
+    doctor.repair("operator", "is scaled to 0 pods")
+    empty.kubectl("delete", "clusterrolebinding", "lmcache-lmcache-operator")
+    doctor.repair("operatorRights", "The operator lacks rights in namespace team")
+    empty.kubectl("delete", "crd", "lmcacheclusters.lmcache.io", "lmcacheprofiles.lmcache.io")
+    doctor.repair("crd", "lacks the CRD lmcacheclusters.lmcache.io and the CRD lmcacheprofiles.lmcache.io")
+    empty.helm("uninstall", "lmcache", "-n", "lmcache-system", "--wait")  # keeps the CRDs
+    doctor.repair("operator", "No operator is installed")
+    empty.helm("upgrade", "lmcache", ROOT / "charts/lmcache-operator", "-n", "lmcache-system",
+              "--set", "watchNamespaces={default}")  # fmt: skip
+    doctor.repair("watchedNamespace", "The operator does not watch namespace team.")
+
+
+def test_quota_is_a_failure_only_while_it_refuses_a_pod(plane, chart, no_operator, namespace, tmp_path):
+    doctor = Repairs(plane, tmp_path, namespace=namespace)
+    resource = example(engine={"replicas": 1})
+    plane.api.create(CLUSTERS, resource, namespace)
+    quota = {"metadata": {"name": "small"}, "spec": {"hard": {"pods": "1", "requests.memory": "1Gi"}}}
+    plane.api.create("v1/resourcequotas", quota, namespace)
+    doctor.repair("podAdmission", "exceeded quota: small, requested: requests.memory=")
+    labels = {"lmcache.io/cluster": NAME, "lmcache.io/component": "engine"}
+    resources = {"requests": {"memory": "1Gi"}}
+    container = {"name": "engine", "image": "i", "resources": resources}
+    template = {"metadata": {"labels": labels}, "spec": {"containers": [container]}}
+    engines = {"replicas": 1, "selector": {"matchLabels": labels}, "template": template, "serviceName": NAME}
+    metadata = {"name": f"{NAME}-engine", "labels": labels}
+    plane.api.create("apps/v1/statefulsets", {"metadata": metadata, "spec": engines}, namespace)
+    plane.kubectl("-n", namespace, "rollout", "status", f"statefulset/{NAME}-engine", "--timeout=300s")
+    assert doctor.failures() == []  # the quota is full, and no pod is missing
+    plane.kubectl("-n", namespace, "scale", f"statefulset/{NAME}-engine", "--replicas=3")
+    plane.wait(lambda: len(plane.api.objects("v1/pods", namespace)) == 1)
+    doctor.repair("podAdmission", "exceeded quota: small, requested: pods=1, used: pods=1, limited: pods=1.")
+
+
+def test_missing_rights_are_granted_by_the_pasted_commands(plane, chart, no_operator, namespace, tmp_path):
+    create_cluster(plane, namespace)
+    kubeconfig = kubeconfig_with(plane, namespace, "blind", [])
+    lmcache = Commands(plane, namespace, kubeconfig)
+    checks = json.loads(lmcache("doctor", "-o", "json").stdout)["checks"]
+    (rights,) = [each for each in checks if each["check"] == "userRights"]
+    Repairs(plane, tmp_path, namespace=namespace).paste(rights["command"])
+    plane.wait(lambda: "ok      " + f"{namespace} userRights" in lmcache("doctor").stdout)
+    assert lmcache("doctor").returncode in (0, 1)
+
+
+def is_about_definitions(path):
+    return "customresourcedefinitions" in path
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "shown"),
+    [((4, 0), "no answer within 3 s", "ok      "), ((0, 500), "HTTP 500: not today", "check passed")],
+)
+def test_api_server_that_lacks_answers_is_one_failure(
+    plane, chart, no_operator, namespace, tmp_path, fault, reason, shown
+):
+    faults = {True: fault, False: (0, 0)}
+    with faulty_api(plane, lambda path: faults[is_about_definitions(path)], tmp_path) as kubeconfig:
+        doctor = Repairs(plane, tmp_path, kubeconfig, namespace)
+        (failure,) = doctor.failures()
+        assert failure["check"] == "apiServer"
+        assert f": {reason}. Not checked: crd:lmcacheclusters, crd:lmcacheprofiles" in failure["statement"]
+        assert shown in doctor.paste(failure["command"])
+
+
+def test_api_server_that_is_too_busy_is_asked_again(plane, chart, no_operator, namespace, tmp_path):
+    asked = Counter()
+
+    def fault(path):
+        asked[path] += is_about_definitions(path)
+        return 0, 429 if asked[path] == 1 else 0
+
+    with faulty_api(plane, fault, tmp_path) as kubeconfig:
+        assert Repairs(plane, tmp_path, kubeconfig, namespace).failures() == []
+    assert sorted(asked.values())[-2:] == [2, 2]
+
+
+def test_api_server_that_hangs_ends_in_one_line(plane, chart, no_operator, namespace, tmp_path, caplog):
+    began = itertools.count()
+
+    def fault(path):
+        return (0 if next(began) < 2 else 4), 0
+
+    with faulty_api(plane, fault, tmp_path) as kubeconfig:
+        shown = Commands(plane, namespace, kubeconfig)("doctor")
+    gc.collect()
+    assert (shown.returncode, shown.stderr, caplog.records) == (1, "", [])
+    assert shown.stdout.count("FAILURE") == 1

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # the client takes half a second to import, which completion 
 
 _FIRST_SECONDS = 4.0
 """Time for the first answer of the API server, which is small."""
+_CLOSE_SECONDS = 1.0
+"""Time for pending requests to end after they were cancelled. A port-forward waits for the other side."""
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 EXIT_FOUND, EXIT_ERROR = 1, 2
 _EXIT_INTERRUPTED = 130
@@ -45,6 +47,8 @@ class ApiConnection(NamedTuple):
     namespace: str
     context: str = ""
     """Context of the kubeconfig; empty in a pod."""
+    options: Mapping[str, str] = {}
+    """Options of kubectl with which the user chose the API server, for commands that the user can paste."""
 
     async def cluster(self, name: str | None) -> Object:
         """Read an LMCacheCluster; None: the only one of the namespace. Raises NotFoundError, ApiError."""
@@ -186,7 +190,15 @@ async def connected(arguments: argparse.Namespace) -> AsyncIterator[ApiConnectio
             raise _kubeconfig_error(str(error)) from error
         except (ValueError, TypeError, AttributeError, LookupError) as error:  # a value of a wrong type
             raise _kubeconfig_error("it is not a valid kubeconfig") from error
-        yield ApiConnection(api, arguments.namespace or namespace, context)
+        chosen = {"kubeconfig": arguments.kubeconfig, "context": arguments.context}
+        options = {name: value for name, value in chosen.items() if value}
+        try:
+            yield ApiConnection(api, arguments.namespace or namespace, context, options)
+        finally:  # a request that outlives the connection would print a traceback
+            pending = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in pending:
+                task.cancel()
+            await asyncio.wait([asyncio.gather(*pending, return_exceptions=True)], timeout=_CLOSE_SECONDS)
 
 
 def _kubeconfig_error(reason: str) -> FileError:

@@ -60,7 +60,6 @@ _ESCAPED_IN_YAML = {
     for code in (*range(0x7F, 0xA0), 0x2028, 0x2029, *range(0xD800, 0xE000), 0xFEFF, 0xFFFE, 0xFFFF)
 }
 
-
 WriteFence = Callable[[], float]
 """Returns the seconds from now for which this operator may write."""
 
@@ -199,8 +198,7 @@ class KubeApi:
         Pods are not trusted: a redirect would send a request elsewhere with the user's rights.
         """
         async with self._slots:
-            status, body, _ = await self._request(path, seconds, max_bytes, allow_redirects=False)
-        return status, body
+            return (await self._request(path, seconds, max_bytes, allow_redirects=False))[:2]
 
     async def ask(self, path: str, body: Object, *, seconds: float) -> tuple[int, bytes, list[str]]:
         """Send a review or a dry run, which stores no object. Returns what `read` returns, and warnings."""
@@ -209,19 +207,24 @@ class KubeApi:
 
     async def date(self, *, seconds: float) -> str:
         """Return the header Date of an answer of the API server; empty without an answer."""
-        _, _, headers = await self._request("/version", seconds)
-        return str(headers.get("Date", ""))
+        return str((await self._request("/version", seconds))[2].get("Date", ""))
 
     async def _request(
         self, path: str, seconds: float, max_bytes: int = _MAX_BYTES, *, method: str = "GET", **more: Any
     ) -> tuple[int, bytes, CIMultiDictProxy[str]]:
         """Return status, body and headers of an answer; status 0: no answer, and the reason."""
         pool, url, options = await self._unlimited_get(path)
+        answer = 0, b"", CIMultiDictProxy(CIMultiDict[str]())
         try:
-            async with asyncio.timeout(seconds), pool.request(method, url, **options, **more) as response:
-                return response.status, await bounded(response.content, max_bytes), response.headers
+            async with asyncio.timeout(seconds):
+                while True:
+                    async with pool.request(method, url, **options, **more) as response:
+                        answer = response.status, await bounded(response.content, max_bytes), response.headers
+                    if response.status != HTTPStatus.TOO_MANY_REQUESTS:
+                        return answer
+                    await asyncio.sleep(1.0)  # the API server is busy, and asks for this pause
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            return 0, no_answer(error, seconds), CIMultiDictProxy(CIMultiDict())
+            return answer if answer[0] else (0, no_answer(error, seconds), answer[2])
 
     @asynccontextmanager
     async def web_socket(

@@ -215,9 +215,8 @@ def _unready(observed: Observed, pod: Object) -> Iterator[Problem]:
     for event in () if has_started(pod) else _warnings(observed, pod["metadata"]["uid"]):
         if event.get("reason") in _OF_PODS:
             yield Problem("FailedMount", f"pod {name}: {_quote('FailedMount', event)}")
-    since = condition_of(pod, "Ready").get("lastTransitionTime") or pod["metadata"].get("creationTimestamp")
-    if observed.now - time_of(since, observed) > (deadline := _deadline(pod)):
-        minutes = deadline // timedelta(minutes=1)
+    if observed.now - unready_since(pod, observed) > (limit := start_limit(pod)):
+        minutes = limit // timedelta(minutes=1)
         yield Problem("ProgressDeadlineExceeded", f"pod {name} has not become ready in {minutes} minutes")
 
 
@@ -316,7 +315,13 @@ def _history(observed: Observed, pod: Object, container: Object, ended: Object) 
     return f"{_where(pod, container)}: {how}" + (f": {output}" if output else "")
 
 
-def _deadline(pod: Object) -> timedelta:
+def unready_since(pod: Object, observed: Observed) -> datetime:
+    """Time since which a pod that is not ready has been so, or exists."""
+    since = condition_of(pod, "Ready").get("lastTransitionTime") or pod["metadata"].get("creationTimestamp")
+    return time_of(since, observed)
+
+
+def start_limit(pod: Object) -> timedelta:
     """Time for a pod to become ready: its slowest startup probe (one hour by default) plus ``_LOADING``."""
     probes = [container.get("startupProbe") or {} for container in pod["spec"].get("containers") or ()]
     tries = (probe.get("failureThreshold", 3) * probe.get("periodSeconds", 10) for probe in probes)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from datetime import UTC, datetime
 from typing import Any
 
 import yaml
@@ -43,15 +44,25 @@ def definition(name: str = f"{PLURAL}.{GROUP}") -> dict[str, Any]:
 
 
 def deployment(
-    name: str = "lmcache", *, ready: int = 2, version: str = "0.1.0", args: tuple[str, ...] = ()
+    name: str = "lmcache",
+    *,
+    ready: int = 2,
+    replicas: int = 2,
+    version: str = "0.1.0",
+    args: tuple[str, ...] = (),
+    seconds: float = 3600.0,
 ) -> dict[str, Any]:
-    """Return the Deployment of an operator with two pods."""
+    """Return the Deployment of an operator. Its readiness changed ``seconds`` ago."""
+    since = datetime.fromtimestamp(NOW - seconds, UTC).isoformat()
     labels = {"app.kubernetes.io/version": version}
     template = {"spec": {"serviceAccountName": name, "containers": [{"args": ["run", *args]}]}}
     return {
         "metadata": {"name": name, "namespace": "lmcache-system", "labels": labels},
-        "spec": {"replicas": 2, "template": template},
-        "status": {"readyReplicas": ready},
+        "spec": {"replicas": replicas, "template": template},
+        "status": {
+            "readyReplicas": ready,
+            "conditions": [{"type": "Available", "status": "False", "lastTransitionTime": since}],
+        },
     }
 
 
@@ -133,7 +144,7 @@ def facts(*clusters: ClusterFacts, **changes: Any) -> Facts:
         "injected_pods": listing(),
         "user_rights": dict.fromkeys(USER_RIGHTS, True),
         "operator_rights": dict.fromkeys(OPERATOR_RIGHTS, True),
-        "api_offset_seconds": 0.2,
+        "api_offset_seconds": 0.0,
         "clusters": listed,
     }
     return Facts(**(healthy | changes))

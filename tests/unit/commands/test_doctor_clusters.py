@@ -1,9 +1,15 @@
 """``doctor``: checks of one cluster, its namespace's limits, engines, sidecars and Redis."""
 
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
 import pytest
 
 from lmcache_cli.commands.doctor.answers import ApiAnswer
-from lmcache_cli.commands.doctor.checks.admission import lacks_pods, pod_of
+from lmcache_cli.commands.doctor.checks.admission import num_missing, pod_of
+from lmcache_cli.commands.doctor.checks.rights import OPERATOR_RIGHTS
 from lmcache_cli.commands.doctor.facts import PodTrial
 from lmcache_cli.commands.doctor.results import Level
 from lmcache_cli.commands.gather import PodFigures
@@ -12,10 +18,12 @@ from tests.harness.commands.doctor_world import (
     FORBIDDEN,
     check_one,
     cluster_facts,
+    deployment,
     engine,
     figures,
     found_problems,
     listing,
+    remote,
     result_of,
 )
 
@@ -108,14 +116,80 @@ def test_feature_that_kubernetes_has_is_no_problem(spec, fields):
     assert found_problems(cluster_facts(**spec, **fields)) == []
 
 
-QUOTA = 'pods "demo-engine-dry-run" is forbidden: exceeded quota: small, requested: pods=1, limited: pods=1'
+QUOTA = (
+    'pods "demo-engine-dry-run" is forbidden: exceeded quota: small, requested: requests.memory=2Gi, '
+    "used: requests.memory=512Mi, limited: requests.memory=1Gi"
+)
+
+
+def test_command_raises_a_full_quota_for_the_missing_pods_of_all_components():
+    trials = [PodTrial("engine", ADMITTED, QUOTA, num_missing=2), PodTrial("remote", ADMITTED, QUOTA)]
+    result = result_of("podAdmission", cluster_facts(trials=trials))
+    assert "refuses pods of component engine and remote" in result.statement
+    patch = json.dumps({"spec": {"hard": {"requests.memory": str((512 << 20) + 3 * (2 << 30))}}})
+    assert result.command == f"kubectl -n team patch resourcequota small --type=merge -p '{patch}'"
+
+
+def unready(number: int = 0, seconds: float = 16.0, **status: Any) -> PodFigures:
+    """Return a pod that is not ready since some seconds."""
+    live = pod(number, is_ready=False, phase="Pending")
+    live["status"]["conditions"][0]["lastTransitionTime"] = datetime.fromtimestamp(
+        NOW - seconds, UTC
+    ).isoformat()
+    live["status"] |= status
+    return PodFigures(live, problem="the pod is Pending")
+
+
+UNPLACED = {"conditions": [{"type": "PodScheduled", "reason": "Unschedulable", "message": "no node"}]}
+NO_ENGINE = [
+    condition("Ready", "False", "NoEngineReady"),
+    condition("EngineAvailable", "False", "NoEngineReady"),
+]
+REFUSED = [condition("Degraded", "True", "Unschedulable", "no node has 1 GPU"), *NO_ENGINE]
+
+
+@pytest.mark.parametrize(
+    ("pods", "conditions", "check", "level", "text"),
+    [
+        ([unready()], NO_ENGINE, "pods", WARNING,
+         "Starting since 16s, which may take up to 6m. This concerns 1 pod: demo-engine-0."),
+        ([unready(seconds=331)], NO_ENGINE, "pods", FAILURE, "has not become ready in 5 minutes"),
+        ([unready(**UNPLACED)], REFUSED, "condition:Degraded", FAILURE, "no node has 1 GPU"),
+        ([unready(**UNPLACED)], NO_ENGINE, "pods", FAILURE, "The pod: no node. This concerns 1 pod"),
+        ([], NO_ENGINE, "condition:EngineAvailable", FAILURE, "NoEngineReady"),
+    ],
+)  # fmt: skip
+def test_pod_that_is_not_ready_has_one_result(pods, conditions, check, level, text):
+    cluster = replace(cluster_facts(conditions=conditions), pods=pods, engines=[])
+    check_one(cluster, check, level, text)
+
+
+def test_condition_that_repeats_a_check_is_left_out():
+    unreachable = condition("RemoteTierReachable", "False", "RemoteTierUnreachable")
+    cluster = cluster_facts(figures(remote=remote(is_reachable=False)), conditions=[unreachable])
+    check_one(cluster, "remoteReachable", FAILURE, "cannot reach the remote tier")
+    check_one(cluster_facts(conditions=[unreachable]), "condition:RemoteTierReachable", FAILURE, "a message")
+
+
+@pytest.mark.parametrize(
+    ("changes", "check"),
+    [
+        ({"operators": listing()}, "operator"),
+        ({"operators": listing(deployment(args=("--namespace=a",)))}, "watchedNamespace"),
+        ({"operator_rights": dict.fromkeys(OPERATOR_RIGHTS, False)}, "operatorRights"),
+    ],
+)
+def test_cluster_is_not_blamed_for_an_operator_that_cannot_work(changes, check):
+    stale = cluster_facts(conditions=REFUSED)
+    stale.resource["metadata"]["generation"] = 2
+    check_one(stale, check, FAILURE, "", **changes)
 
 
 @pytest.mark.parametrize(
     ("trial", "level", "text"),
     [
         (PodTrial("engine", ADMITTED, QUOTA), FAILURE, f"refuses pods of component engine: {QUOTA}."),
-        (PodTrial("engine", ADMITTED, "no such class", lacks_pods=False), WARNING, "The present pods run."),
+        (PodTrial("engine", ADMITTED, "no such class", num_missing=0), WARNING, "The present pods run."),
         (PodTrial("remote", ADMITTED, warnings=["hostPath"]), WARNING, "remote, and warns: hostPath."),
         (PodTrial("engine", FORBIDDEN), UNKNOWN, "list things"),
     ],
@@ -125,14 +199,14 @@ def test_answer_to_a_dry_run_of_a_pod_is_reported(trial, level, text):
 
 
 def test_quota_that_the_present_pods_use_up_is_no_problem():
-    trial = PodTrial("engine", ADMITTED, QUOTA, lacks_pods=False)
+    trial = PodTrial("engine", ADMITTED, QUOTA, num_missing=0)
     assert found_problems(cluster_facts(trials=[trial])) == []
 
 
-@pytest.mark.parametrize(("replicas", "created", "expected"), [(2, 1, True), (2, 2, False), (0, None, False)])
+@pytest.mark.parametrize(("replicas", "created", "expected"), [(2, 1, 1), (2, 2, 0), (0, None, 0)])
 def test_missing_pods_are_those_that_the_controller_has_not_created(replicas, created, expected):
     status = {} if created is None else {"replicas": created}
-    assert lacks_pods({"spec": {"replicas": replicas}, "status": status}) is expected
+    assert num_missing({"spec": {"replicas": replicas}, "status": status}) == expected
 
 
 def test_pod_of_a_dry_run_is_that_of_the_template():

@@ -37,6 +37,16 @@ INJECTED = {
 }
 UNCACHED = INJECTED | {"spec": {"containers": [{"name": "c"}]}}
 NO_CACHE = listing(UNCACHED)
+NO_DEFINITIONS = dict.fromkeys(facts().definitions, MISSING)
+UNPULLED = {
+    "metadata": {"name": "operator-0", "namespace": "lmcache-system", "uid": "u"},
+    "spec": {},
+    "status": {
+        "containerStatuses": [
+            {"name": "c", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}}
+        ]
+    },
+}
 STRANGER = UNCACHED | {"metadata": {"name": "pod-1", "labels": {"lmcache.io/inject": "nobody"}}}
 
 
@@ -53,10 +63,16 @@ def old_definition() -> ApiAnswer:
          "not supported"),
         ({"version": ApiAnswer(200, {"gitVersion": "moon"})}, "kubernetesVersion", WARNING, "'moon'"),
         ({"version": ApiAnswer()}, "kubernetesVersion", UNKNOWN, "did not answer in time"),
-        ({"operators": listing()}, "operator", FAILURE, "No Deployment of the operator exists"),
+        ({"operators": listing()}, "operator", FAILURE, "No operator is installed"),
         ({"operators": FORBIDDEN}, "operator", UNKNOWN, 'lacks the right "list things"'),
         ({"operators": listing(deployment(ready=0))}, "operator", FAILURE, "0 of 2 pods"),
         ({"operators": listing(deployment(ready=1))}, "operator", WARNING, "1 of 2 pods"),
+        ({"operators": listing(deployment(ready=0, seconds=16))}, "operator", WARNING,
+         "are ready. Starting since 16s, which may take up to 10m."),
+        ({"operators": listing(deployment(ready=0, seconds=16)), "operator_pods": listing(UNPULLED)},
+         "operator", FAILURE, "are ready. First: pod operator-0, container c: no such image."),
+        ({"operators": listing(deployment(replicas=0, ready=0))}, "operator", FAILURE, "scaled to 0 pods"),
+        ({"namespace_object": MISSING, "clusters": ()}, "namespace", FAILURE, "There is no namespace team"),
         ({"operators": listing(deployment("a"), deployment("b"))}, "operator", WARNING, "2 operators"),
         ({"operators": listing(deployment(version="0.9.0"))}, "versions", WARNING, "lmcache has 0.9.0"),
         ({"definitions": {CRD: old_definition()}}, "versions", WARNING, "and the CRD has 0.0.9"),
@@ -64,7 +80,8 @@ def old_definition() -> ApiAnswer:
          "is not installed"),
         ({"operators": listing(deployment(args=("--namespace=a",)))}, "watchedNamespace", FAILURE,
          "does not watch namespace team"),
-        ({"listed_clusters": MISSING, "clusters": ()}, "clusters", FAILURE, "has no LMCacheClusters"),
+        ({"listed_clusters": MISSING, "clusters": (), "definitions": NO_DEFINITIONS}, "crd", FAILURE,
+         "lacks the CRD lmcacheclusters.lmcache.io and the CRD lmcacheprofiles.lmcache.io."),
         ({"listed_clusters": FORBIDDEN, "clusters": ()}, "clusters", UNKNOWN, "list things"),
         ({"listed_clusters": listing(), "clusters": ()}, "clusters", WARNING, "has no LMCacheCluster"),
         ({"user_rights": NO_SIDECARS}, "userRights", WARNING,
@@ -88,17 +105,22 @@ def test_fault_is_found_and_nothing_else(changes, check, level, text):
 
 
 @pytest.mark.parametrize(
-    ("answer", "level", "text"),
+    ("answer", "check", "level", "text"),
     [
-        (MISSING, FAILURE, "is missing"),
-        (FORBIDDEN, UNKNOWN, "list things"),
-        (ApiAnswer(200, definition() | {"status": {}}), FAILURE, "does not serve the CRD"),
+        (MISSING, "crd", FAILURE, "lacks the CRD lmcacheclusters.lmcache.io."),
+        (FORBIDDEN, "crd:lmcacheclusters", UNKNOWN, "list things"),
+        (
+            ApiAnswer(200, definition() | {"status": {}}),
+            "crd:lmcacheclusters",
+            FAILURE,
+            "does not serve the CRD",
+        ),
     ],
 )
-def test_missing_definition_is_found(answer, level, text):
+def test_missing_definition_is_found(answer, check, level, text):
     definitions = facts().definitions | {CRD: answer}
-    ((check, found_level, statement),) = found_problems(definitions=definitions)
-    assert (check, found_level) == ("crd:lmcacheclusters", level)
+    ((found_check, found_level, statement),) = found_problems(definitions=definitions)
+    assert (found_check, found_level) == (check, level)
     assert text in statement
 
 

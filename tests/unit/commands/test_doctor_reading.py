@@ -18,6 +18,7 @@ from lmcache_cli.commands.doctor.checks import run_checks
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_cli.commands.doctor.reading import read_engine, read_facts
 from lmcache_cli.commands.doctor.results import Level, Result
+from lmcache_operator import DOCS
 from lmcache_operator.contract.conditions import runbook
 from lmcache_operator.errors import NoAnswerError, NotFoundError
 from lmcache_operator.kube.pod_http import PodAnswer
@@ -102,7 +103,11 @@ def test_reads_that_hang_end_in_time_and_become_unknown():
     assert len(collected.clusters[0].pods) == 1000
     results = run_checks(collected)
     unknown = {result.check for result in results if result.level is Level.UNKNOWN}
-    assert {"kubernetesVersion", "operator", "podAdmission"} <= unknown
+    assert unknown == {"sidecars", "engineVersion"}
+    (failure,) = [result for result in results if result.check == "apiServer"]
+    assert failure.level is Level.FAILURE
+    assert "this Kubernetes cluster does not answer /" in failure.statement
+    assert re.search("Not checked: kubernetesVersion, .*, operator, .*, podAdmission", failure.statement)
     sidecars = [result for result in results if result.check == "sidecars"]
     assert {result.level for result in sidecars} == {Level.WARNING, Level.UNKNOWN}
     assert "64 of 1000 pods: demo-engine-0, and 63 more." in sidecars[0].statement
@@ -125,7 +130,6 @@ def test_refused_reads_name_the_missing_rights():
     [
         ({"pods": (201, {})}, Level.WARNING, "admits pods of component engine, and warns: slow."),
         ({"pods": (403, {"message": "exceeded quota: q"})}, Level.FAILURE, "engine: exceeded quota: q."),
-        ({"pods": (0, {})}, Level.UNKNOWN, "Not checked"),
         ({"pods": (503, {"message": "try later"})}, Level.UNKNOWN, "try later"),
         (
             {"pods": (400, {"message": "x does not support dry run"})},
@@ -147,7 +151,7 @@ def test_existing_stateful_set_shows_whether_pods_are_missing():
     live = rendered | {"status": {"replicas": rendered["spec"]["replicas"]}}
     pages = {ROOT: listing(cluster()).body, SETS: listing(live).body}
     (of_demo,) = read(pages, pods=(403, {"message": "exceeded quota: q"})).clusters
-    assert [(trial.component, trial.lacks_pods) for trial in of_demo.trials] == [("engine", False)]
+    assert [(trial.component, trial.num_missing) for trial in of_demo.trials] == [("engine", 0)]
 
 
 def test_refusal_by_a_quota_is_unknown_if_stateful_sets_cannot_be_listed():
@@ -242,10 +246,12 @@ def test_lines_show_remedy_and_runbook_below_each_problem():
     shown = list(command.lines(failing, run_checks(failing), printing.Style(False), 80))
     assert shown[0] == "FAILURE installation operator: 0 of 2 pods of the operator"
     assert shown[1] == "        lmcache-system/lmcache are ready."
-    assert shown[2].startswith("        -> Read the log: kubectl -n lmcache-system logs")
-    assert "docs/runbooks/LMCacheOperatorDown.md" in "".join(shown[:5])
-    assert all(len(line) <= 80 for line in shown)
-    assert shown[-1].endswith("checks in namespace team: 1 failure, 25 ok.")
+    assert shown[2] == "        -> Read its log:"
+    command_line, address = shown[3:5]
+    assert command_line == f"{11 * ' '}kubectl -n lmcache-system logs deployment/lmcache"
+    assert address == f"{11 * ' '}{DOCS}/runbooks/LMCacheOperatorDown.md"
+    assert all(len(line) <= 80 for line in shown if line != address)
+    assert shown[-1].endswith("checks in namespace team: 1 failure, 22 ok.")
     colored = list(command.lines(failing, run_checks(failing), printing.Style(True), 80))
     assert colored[0].startswith("\x1b[31mFAILURE\x1b[0m ")
 
@@ -260,7 +266,7 @@ def test_document_is_the_same_in_json_and_yaml():
     assert Result(Level.WARNING, "s", "r", "OOMKilled").document()["runbook"] == (
         "PodDoesNotStart.md#oomkilled"
     )
-    keys = {"check", "level", "subject", "statement", "remedy", "runbook", "missingRight"}
+    keys = {"check", "level", "subject", "statement", "remedy", "command", "runbook", "missingRight"}
     assert {key for each in document["checks"] for key in each} == keys
 
 
@@ -268,7 +274,7 @@ def test_every_runbook_that_a_check_names_exists():
     pages = {path.name for path in (REPOSITORY / "docs" / "runbooks").glob("*.md")}
     checks = REPOSITORY / "operator" / "lmcache_cli" / "commands" / "doctor" / "checks"
     text = "".join(path.read_text() for path in checks.glob("*.py"))
-    named = set(re.findall(r'(?:_RUNBOOK = |, )"([A-Z][a-z]+[A-Z]\w+)"(?:\)|\n)', text))
+    named = set(re.findall(r'(?:_RUNBOOK = |, )"([A-Z][a-z]+[A-Z]\w+)"(?:, |\)+\n|\n)', text))
     assert "EngineNotAttached" in named
     assert {"FailedCreate", "MemoryNotPinned", "ResizeInfeasible"} <= named
     assert {runbook(name).partition("#")[0] for name in named} <= pages

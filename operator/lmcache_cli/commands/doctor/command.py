@@ -13,7 +13,9 @@ from lmcache_cli.commands.doctor.checks import run_checks
 from lmcache_cli.commands.doctor.facts import Facts
 from lmcache_cli.commands.doctor.reading import read_facts
 from lmcache_cli.commands.doctor.results import Level, Result, summary
+from lmcache_operator import DOCS
 from lmcache_operator.contract.conditions import runbook
+from lmcache_store.top import seconds
 
 _ABOUT = """\
 Check an installation of LMCache Cluster, and say how to repair it: versions, rights, limits of the
@@ -37,7 +39,6 @@ _WORDS = {
 }
 _WORD_COLUMNS = max(len(word) for word, _ in _WORDS.values()) + 1
 _PLURALS = {"failure": "failures", "warning": "warnings"}
-_RUNBOOKS = "docs/runbooks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,13 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--operator-namespace", type=connection.namespace_name, metavar="NAME", default="", help=about
     )
+    about = "time for the whole answer; a slow API server needs more (default: %(default)g)"
+    parser.add_argument("--timeout", type=seconds, metavar="SECONDS", default=5.0, help=about)
     parser.add_argument("--strict", action="store_true", help="count warnings as failures")
     parser.set_defaults(command=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     async def check(connected: connection.ApiConnection) -> int:
-        facts = await read_facts(connected, arguments.name, arguments.operator_namespace)
+        facts = await read_facts(
+            connected, arguments.name, arguments.operator_namespace, seconds=arguments.timeout
+        )
         results = run_checks(facts)
         style = printing.Style(printing.is_colorful(sys.stdout))
         shown = lines(facts, results, style, printing.terminal_width())
@@ -108,9 +113,9 @@ def _result_lines(result: Result, style: printing.Style, columns: int) -> Iterat
     yield f"{style.paint(word, color)}{' ' * (_WORD_COLUMNS - len(word))}{first}"
     indent = " " * _WORD_COLUMNS
     yield from (f"{indent}{line}" for line in rest)
-    remedy = result.remedy
+    # Commands and addresses are not wrapped, because users paste them.
+    remedy = printing.wrapped(result.remedy, columns - len(indent) - len("-> "), "", indent=0)
+    remedy += result.command.splitlines()
     if result.runbook:
-        remedy = f"{remedy} Runbook: {_RUNBOOKS}/{runbook(result.runbook)}".strip()
-    if remedy:
-        begin = f"{indent}-> "
-        yield from printing.wrapped(remedy, columns, begin, indent=len(begin))
+        remedy.append(f"{DOCS}/runbooks/{runbook(result.runbook)}")
+    yield from (f"{indent}{'  ' if number else '->'} {line}" for number, line in enumerate(remedy))

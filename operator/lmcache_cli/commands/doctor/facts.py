@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import NamedTuple
 
@@ -13,9 +14,17 @@ from lmcache_operator.api.parse import Cluster, parse
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.pods.pods import is_ready
 from lmcache_operator.specs import Object, names
+from lmcache_operator.specs.merge import dig
 
 NO_ANSWER = ApiAnswer()
+SYSTEM_NAMESPACE = "lmcache-system"
+"""Namespace in which the documentation installs the operator."""
+CHART = "charts/lmcache-operator"
+"""The chart in a checkout. No release is published."""
+RELEASE = "meta.helm.sh/release-name"
+"""Annotation of Helm on all objects of a release."""
 
 
 class Right(NamedTuple):
@@ -47,8 +56,8 @@ class PodTrial(NamedTuple):
     refusal: str = ""
     """Why the API server refuses the pod; empty: it admits the pod."""
     warnings: Sequence[str] = ()
-    lacks_pods: bool = True
-    """Whether pods of the component are missing."""
+    num_missing: int = 1
+    """Pods of the component that its controller has not created."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,12 @@ class ClusterFacts:
     """DeviceClass that the spec names."""
     nodes: Mapping[str, ApiAnswer] = field(default_factory=dict)
     """Some nodes of the pods, by name. They are read only if a feature depends on the node."""
+
+    @property
+    def unready_pods(self) -> list[Object]:
+        """Pods that are not ready, without those that are terminating."""
+        pods = [figures.pod for figures in self.pods]
+        return [pod for pod in pods if not is_ready(pod) and "deletionTimestamp" not in pod["metadata"]]
 
     @property
     def name(self) -> str:
@@ -108,6 +123,10 @@ class Facts:
     """Everything that was read for one run."""
 
     namespace: str
+    context: str = ""
+    """Context of the kubeconfig; empty in a pod."""
+    options: str = ""
+    """Options of kubectl that the user's commands need to reach the same API server, each after a space."""
     now: float = 0.0
     """User's clock, in seconds since 1970."""
     version: ApiAnswer = NO_ANSWER
@@ -117,8 +136,11 @@ class Facts:
     """API groups."""
     definitions: Mapping[str, ApiAnswer] = field(default_factory=dict)
     """CustomResourceDefinitions by name."""
+    namespace_object: ApiAnswer = NO_ANSWER
     operators: ApiAnswer = NO_ANSWER
     """Deployments of the operator."""
+    operator_pods: ApiAnswer = NO_ANSWER
+    """Pods of the first operator."""
     policies: ApiAnswer = NO_ANSWER
     """MutatingAdmissionPolicies."""
     bindings: ApiAnswer = NO_ANSWER
@@ -129,6 +151,8 @@ class Facts:
     """Pods of the operator's StatefulSets."""
     injected_pods: ApiAnswer = NO_ANSWER
     """Pods with the label for injection."""
+    user: ApiAnswer = NO_ANSWER
+    """SelfSubjectReview with the name of the user."""
     user_rights: Mapping[Right, bool | None] = field(default_factory=dict)
     """Rights of the user; None: unknown."""
     operator_rights: Mapping[Right, bool | None] = field(default_factory=dict)
@@ -140,3 +164,42 @@ class Facts:
     clusters: Sequence[ClusterFacts] = ()
     has_one_cluster: bool = False
     """Whether the user named a cluster, so that the others were not read."""
+    unanswered: Mapping[str, str] = field(default_factory=dict)
+    """Reads that the API server did not answer, or with an error of its own: path and reason."""
+
+    @property
+    def server_time(self) -> datetime:
+        """Present time on the clock of the API server."""
+        return datetime.fromtimestamp(self.now + (self.api_offset_seconds or 0.0), UTC)
+
+    @property
+    def has_ready_operator(self) -> bool:
+        """Whether a pod of an operator is ready; True if the operators are unknown."""
+        return not self.operators.items or any(
+            dig(each, "status", "readyReplicas") for each in self.operators.items
+        )
+
+    @property
+    def where(self) -> str:
+        """Name of the Kubernetes cluster, for messages."""
+        return (
+            f"the Kubernetes cluster of context {self.context}" if self.context else "this Kubernetes cluster"
+        )
+
+    def kubectl(self, words: str, namespace: str | None = None) -> str:
+        """Return a command line of kubectl in a namespace; None: the user's; empty: none."""
+        chosen = self.namespace if namespace is None else namespace
+        return f"kubectl{self.options}{chosen and f' -n {chosen}'} {words}"
+
+    def helm(self, verb: str, more: str = "") -> str:
+        """Return a command line of Helm that installs or upgrades the release of the operator.
+
+        The release is that of the Deployment. Without one, it is that of CRDs which an earlier release kept.
+        """
+        live = [*self.operators.items, *(answer.object for answer in self.definitions.values())]
+        annotations = (dig(each, "metadata", "annotations") or {} for each in live)
+        release = next((each for each in annotations if RELEASE in each), {})
+        name = release.get(RELEASE, "lmcache")
+        namespace = release.get("meta.helm.sh/release-namespace", SYSTEM_NAMESPACE)
+        options = self.options.replace(" --context", " --kube-context")
+        return f"helm{options} {verb} {name} {CHART} -n {namespace} {more}"

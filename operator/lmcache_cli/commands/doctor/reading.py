@@ -1,9 +1,10 @@
-"""Reads all facts at the same time, within a few seconds. A read that fails becomes a fact, too."""
+"""Reads all facts at the same time, within the user's time. A read that fails becomes a fact, too."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import time
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
@@ -13,11 +14,11 @@ from urllib.parse import quote
 
 from lmcache_cli.commands.connection import ApiConnection, api_offset, no_cluster
 from lmcache_cli.commands.doctor.answers import ApiAnswer
-from lmcache_cli.commands.doctor.checks.admission import lacks_pods, pod_of
+from lmcache_cli.commands.doctor.checks.admission import num_missing, pod_of
 from lmcache_cli.commands.doctor.checks.engines import engine_container, kind_of_pod
 from lmcache_cli.commands.doctor.checks.features import uses_nodes
 from lmcache_cli.commands.doctor.checks.rights import CREATE_PODS, OPERATOR_RIGHTS, USER_RIGHTS
-from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts, PodTrial, Right
+from lmcache_cli.commands.doctor.facts import SYSTEM_NAMESPACE, ClusterFacts, Facts, PodTrial, Right
 from lmcache_cli.commands.gather import PodFigures, natural_order, read_each, read_stats
 from lmcache_operator.api import GROUP, PLURAL, PROFILE_PLURAL, VERSION
 from lmcache_operator.components.engine.kinds.base import words_of
@@ -29,9 +30,9 @@ from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.merge import dig
 from lmcache_store.common.text import plain
 
-_SECONDS = 3.8
-"""Time for all reads. With the start of the program, an answer takes less than five seconds."""
-_READ_SECONDS, _POD_SECONDS, _HEAD_START_SECONDS = 3.0, 2.0, 0.5
+_ALL, _READ, _POD, _HEAD_START = 0.76, 0.6, 0.4, 0.1
+"""Parts of the user's time for all reads, one read, one pod, and reads before pods. The program starts in
+the rest."""
 _UNDECIDED = (401, 408, 429, 502, 503, 504)
 _NO_DRY_RUN = "does not support dry run"
 """Statuses, and part of a message, with which the API server does not say whether it admits an object."""
@@ -42,20 +43,24 @@ _MIN_SECONDS = 0.1
 _MAX_BYTES = 64 << 20
 """Largest answer of the API server. A list of 1,000 pods has about 10 MiB."""
 _ADMISSION, _ADMISSION_VERSIONS = "admissionregistration.k8s.io", ("v1", "v1beta1")
-_SYSTEM_NAMESPACE = "lmcache-system"
 _OPERATOR_SELECTOR = ",".join(f"{key}={value}" for key, value in names.OPERATOR_LABELS.items())
 _PART_OF = f"app.kubernetes.io/part-of={names.OPERATOR_LABELS['app.kubernetes.io/part-of']}"
 _REVIEW = "create subjectaccessreviews.authorization.k8s.io"
+_USER = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
 
 
-async def read_facts(connection: ApiConnection, name: str | None, operator_namespace: str) -> Facts:
+async def read_facts(
+    connection: ApiConnection, name: str | None, operator_namespace: str, *, seconds: float = 5.0
+) -> Facts:
     """Read everything that the checks need. ``name``: the cluster to check; None: all of the namespace.
+
+    ``seconds``: time for the whole answer of the command.
 
     Raises:
         NoAnswerError: the API server cannot be reached.
         NotFoundError: the namespace has no cluster of this name.
     """
-    reader = _Reader(connection, name)
+    reader = _Reader(connection, name, seconds)
     listed = await reader.clusters()
     of_api_server = asyncio.gather(
         reader.definitions(),
@@ -63,21 +68,21 @@ async def read_facts(connection: ApiConnection, name: str | None, operator_names
         reader.operators(operator_namespace),
         reader.policies(),
         reader.rights(USER_RIGHTS),
-        api_offset(connection.api, _READ_SECONDS),
+        api_offset(connection.api, _READ * seconds),
     )
-    try:
-        pods = await reader.clusters_with_pods(listed, of_api_server)
-        definitions, fixed, operators, policies, user_rights, offset = await of_api_server
-    finally:
-        of_api_server.cancel()  # a read that outlives the connection would print a traceback
+    pods = await reader.clusters_with_pods(listed, of_api_server)
+    definitions, fixed, operators, policies, user_rights, offset = await of_api_server
     return Facts(
         namespace=connection.namespace,
+        context=connection.context,
+        options="".join(f" --{key}={shlex.quote(value)}" for key, value in connection.options.items()),
         now=time.time(),
         definitions=definitions,
         listed_clusters=listed,
         api_offset_seconds=offset,
         user_rights=user_rights,
         has_one_cluster=name is not None,
+        unanswered=reader.unanswered,
         **fixed,
         **pods,
         **operators,
@@ -88,10 +93,12 @@ async def read_facts(connection: ApiConnection, name: str | None, operator_names
 class _Reader:
     """Reads of one run, which share a deadline."""
 
-    def __init__(self, connection: ApiConnection, name: str | None) -> None:
+    def __init__(self, connection: ApiConnection, name: str | None, seconds: float) -> None:
         self._api, self._namespace, self._name = connection.api, connection.namespace, name
-        self._loop = asyncio.get_running_loop()
-        self._deadline = self._loop.time() + _SECONDS
+        self._loop, self._user_seconds = asyncio.get_running_loop(), seconds
+        self._deadline = self._loop.time() + _ALL * seconds
+        self.unanswered = dict[str, str]()
+        """See `Facts.unanswered`."""
 
     @property
     def _seconds(self) -> float:
@@ -99,8 +106,24 @@ class _Reader:
 
     async def get(self, path: str, right: str) -> ApiAnswer:
         """Read an object or a list. ``right``: the right that this needs."""
-        seconds = min(_READ_SECONDS, self._seconds)
-        return _answer(*await self._api.read(path, seconds=seconds, max_bytes=_MAX_BYTES), right)
+        seconds = min(_READ * self._user_seconds, self._seconds)
+        return self._answer(path, *await self._api.read(path, seconds=seconds, max_bytes=_MAX_BYTES), right)
+
+    def _answer(self, path: str, status: int, body: bytes, right: str) -> ApiAnswer:
+        """Parse an answer of the API server. ``right``: the right that the request needs."""
+        if status == HTTPStatus.FORBIDDEN:
+            return ApiAnswer(status, missing_right=right)
+        try:
+            parsed = json.loads(body)
+        except (ValueError, RecursionError):
+            parsed = None
+        if status == HTTPStatus.NOT_FOUND:
+            return ApiAnswer(status, parsed)
+        if status in (HTTPStatus.OK, HTTPStatus.CREATED) and isinstance(parsed, dict):
+            return ApiAnswer(HTTPStatus.OK, parsed)
+        text = plain(error_of(path, status, body).message)
+        self.unanswered[path.partition("?")[0]] = f"HTTP {status}: {text}" if status else text
+        return ApiAnswer()
 
     async def each(self, reads: Mapping[str, tuple[str, str]]) -> dict[str, ApiAnswer]:
         """Read several objects or lists, by any name. ``reads``: the arguments of `get`."""
@@ -117,14 +140,18 @@ class _Reader:
     async def fixed(self) -> dict[str, Any]:
         """Read what depends on no other read. Returns fields of `Facts`."""
         profiles = f"/apis/{GROUP}/{VERSION}/namespaces/{self._namespace}/{PROFILE_PLURAL}"
-        return await self.each(
-            {
-                "version": ("/version", "get /version"),
-                "core": ("/api/v1", "get /api/v1"),
-                "groups": ("/apis", "get /apis"),
-                "profiles": (profiles, f"list {PROFILE_PLURAL}.{GROUP}"),
-            }
+        reads = {
+            "version": ("/version", "get /version"),
+            "core": ("/api/v1", "get /api/v1"),
+            "groups": ("/apis", "get /apis"),
+            "namespace_object": (f"/api/v1/namespaces/{self._namespace}", "get namespaces"),
+            "profiles": (profiles, f"list {PROFILE_PLURAL}.{GROUP}"),
+        }
+        review = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
+        fields, (status, user, _) = await asyncio.gather(
+            self.each(reads), self._api.ask(_USER, review, seconds=self._seconds)
         )
+        return {**fields, "user": self._answer(_USER, status, user, "")}
 
     async def clusters(self) -> ApiAnswer:
         """Read the LMCacheClusters as a list. Raises NoAnswerError or NotFoundError."""
@@ -133,7 +160,7 @@ class _Reader:
             path = f"{path}/{quote(self._name, safe='')}"
         answer = await self.get(path, f"{'list' if self._name is None else 'get'} {PLURAL}.{GROUP}")
         if not answer.status:
-            raise NoAnswerError(f"GET {path}", answer.problem)
+            raise NoAnswerError(f"GET {path}", self.unanswered[path])
         if self._name is None:
             return answer
         if answer.is_missing and isinstance(answer.body, dict):  # else the API server lacks the kind
@@ -164,8 +191,8 @@ class _Reader:
             remote_pods = _labelled(of_clusters, names.selector(name, names.REMOTE))
             shard_pods[name] = sorted(remote_pods, key=natural_order)
         ready = {name: [pod for pod in pods[name] if is_ready(pod)][:_MAX_ENGINES] for name in known}
-        await asyncio.wait((before,), timeout=_HEAD_START_SECONDS)
-        http = PodHttp(self._api, seconds=min(_POD_SECONDS, self._seconds))
+        await asyncio.wait((before,), timeout=_HEAD_START * self._user_seconds)
+        http = PodHttp(self._api, seconds=min(_POD * self._user_seconds, self._seconds))
         read_engines = read_each(
             [*chain(*ready.values())], lambda pod: read_engine(http.get, pod), seconds=self._seconds
         )
@@ -223,18 +250,18 @@ class _Reader:
         path = f"/api/v1/namespaces/{self._namespace}/pods?dryRun=All"
         status, body, warnings = await self._api.ask(path, pod_of(stateful_set), seconds=self._seconds)
         if status < HTTPStatus.BAD_REQUEST:
-            return PodTrial(component, _answer(status, body, ""), warnings=warnings)
+            return PodTrial(component, self._answer(path, status, body, ""), warnings=warnings)
         refusal = error_of("POST pods", status, body).message
         if status in _UNDECIDED or _NO_DRY_RUN in refusal:
             return PodTrial(component, ApiAnswer(problem=f"{plain(refusal)}."))
-        return PodTrial(component, ApiAnswer(HTTPStatus.OK), refusal, warnings, lacks_pods(stateful_set))
+        return PodTrial(component, ApiAnswer(HTTPStatus.OK), refusal, warnings, num_missing(stateful_set))
 
     # ---- the installation
 
     async def operators(self, operator_namespace: str) -> dict[str, Any]:
         """Find the operator and its rights. Returns fields of `Facts`."""
         selector, right = f"?labelSelector={quote(_OPERATOR_SELECTOR)}", "list deployments.apps"
-        within = f"/apis/apps/v1/namespaces/{operator_namespace or _SYSTEM_NAMESPACE}/deployments{selector}"
+        within = f"/apis/apps/v1/namespaces/{operator_namespace or SYSTEM_NAMESPACE}/deployments{selector}"
         if operator_namespace:
             answer = await self.get(within, right)
         else:
@@ -249,9 +276,15 @@ class _Reader:
         ]
         if not accounts:
             return {"operators": answer}
-        if isinstance(first := await self._review(OPERATOR_RIGHTS[0], accounts[0]), ApiAnswer):
-            return {"operators": answer, "operator_rights_problem": first}
-        return {"operators": answer, "operator_rights": await self.rights(OPERATOR_RIGHTS, accounts[0])}
+        place = answer.items[0]["metadata"]["namespace"]
+        path = f"/api/v1/namespaces/{place}/pods?labelSelector={quote(_OPERATOR_SELECTOR)}"
+        pods, first = await asyncio.gather(
+            self.get(path, "list pods"), self._review(OPERATOR_RIGHTS[0], accounts[0])
+        )
+        fields = {"operators": answer, "operator_pods": pods}
+        if isinstance(first, ApiAnswer):
+            return fields | {"operator_rights_problem": first}
+        return fields | {"operator_rights": await self.rights(OPERATOR_RIGHTS, accounts[0])}
 
     async def rights(self, rights: Iterable[Right], user: str = "") -> Mapping[Right, bool | None]:
         """Ask which rights a user has in the namespace. ``user``: a name; empty: the user of the command."""
@@ -270,7 +303,7 @@ class _Reader:
         body = {"apiVersion": "authorization.k8s.io/v1", "spec": spec}
         path = f"/apis/authorization.k8s.io/v1/{plural}"
         status, text, _ = await self._api.ask(path, body, seconds=self._seconds)
-        allowed = dig((answer := _answer(status, text, _REVIEW)).object, "status", "allowed")
+        allowed = dig((answer := self._answer(path, status, text, _REVIEW)).object, "status", "allowed")
         return answer if allowed is None else bool(allowed)
 
     async def policies(self) -> dict[str, Any]:
@@ -287,22 +320,6 @@ class _Reader:
             if not answer.is_missing:
                 break
         return answer
-
-
-def _answer(status: int, body: bytes, right: str) -> ApiAnswer:
-    """Parse an answer of the API server. ``right``: the right that the request needs."""
-    if status == HTTPStatus.FORBIDDEN:
-        return ApiAnswer(status, missing_right=right)
-    try:
-        parsed = json.loads(body)
-    except (ValueError, RecursionError):
-        parsed = None
-    if status == HTTPStatus.NOT_FOUND:
-        return ApiAnswer(status, parsed)
-    if status in (HTTPStatus.OK, HTTPStatus.CREATED) and isinstance(parsed, dict):
-        return ApiAnswer(HTTPStatus.OK, parsed)
-    text = plain(body.decode(errors="replace"))
-    return ApiAnswer(problem=f"HTTP {status}: {text}." if status else f"{text}.")
 
 
 def _labelled(pods: ApiAnswer, labels: Mapping[str, str]) -> list[Object]:

@@ -27,7 +27,7 @@ class Result(NamedTuple):
     statement: str
     """The state, as a sentence."""
     remedy: str = ""
-    """Repair, as a sentence; empty: nothing is to be done."""
+    """Repair, as a sentence; empty: nothing is to be done, or only to run the command."""
     runbook: str = ""
     """Reason or alert with a runbook; empty: none fits."""
     missing_right: str = ""
@@ -36,6 +36,8 @@ class Result(NamedTuple):
     """Name of the check in camel case; empty until ``run_checks`` sets it."""
     subject: str = ""
     """Object that was checked: "installation", a namespace, or namespace/cluster."""
+    command: str = ""
+    """Command lines of the repair, which the user can paste; empty: there are none."""
 
     def document(self) -> dict[str, Any]:
         """Return the result as plain data with stable field names."""
@@ -49,14 +51,14 @@ def ok(statement: str) -> Result:
     return Result(Level.OK, statement)
 
 
-def warning(statement: str, remedy: str, runbook: str = "") -> Result:
+def warning(statement: str, remedy: str, runbook: str = "", command: str = "") -> Result:
     """Return a problem that costs speed or hits, or that may become a failure."""
-    return Result(Level.WARNING, statement, remedy, runbook)
+    return Result(Level.WARNING, statement, remedy, runbook, command=command)
 
 
-def failure(statement: str, remedy: str, runbook: str = "") -> Result:
+def failure(statement: str, remedy: str, runbook: str = "", command: str = "") -> Result:
     """Return a problem because of which a part does not work."""
-    return Result(Level.FAILURE, statement, remedy, runbook)
+    return Result(Level.FAILURE, statement, remedy, runbook, command=command)
 
 
 def unknown(answer: ApiAnswer) -> Result:
@@ -74,9 +76,10 @@ def first_of(names: Sequence[str]) -> str:
 
 
 def of_pods(result: Result, pods: Sequence[str], total: int) -> Result:
-    """Return a result about some pods. Its statement is about one pod."""
+    """Return a result about some pods. Its statement is about one pod, which its command calls POD."""
     count = f"{len(pods)} of {total} pods" if total > 1 else "1 pod"
-    return result._replace(statement=f"{result.statement} This concerns {count}: {first_of(pods)}.")
+    statement = f"{result.statement} This concerns {count}: {first_of(pods)}."
+    return result._replace(statement=statement, command=result.command.replace("POD", pods[0]))
 
 
 def grouped(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+from lmcache_cli.commands.doctor.answers import ApiAnswer
 from lmcache_cli.commands.doctor.checks import (
     admission,
     conditions,
@@ -12,12 +14,13 @@ from lmcache_cli.commands.doctor.checks import (
     injection,
     installation,
     peers,
+    pods,
     redis_servers,
     rights,
     sidecars,
 )
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
-from lmcache_cli.commands.doctor.results import Level, Result
+from lmcache_cli.commands.doctor.results import Level, Result, unknown
 
 INSTALLATION: Mapping[str, Callable[[Facts], Iterator[Result]]] = {
     "kubernetesVersion": installation.kubernetes_version,
@@ -28,6 +31,7 @@ INSTALLATION: Mapping[str, Callable[[Facts], Iterator[Result]]] = {
 }
 """Checks by name. Programs may rely on the names. A check with several results gives each its own name."""
 NAMESPACE: Mapping[str, Callable[[Facts], Iterator[Result]]] = {
+    "namespace": installation.namespace,
     "clusters": installation.listed_clusters,
     "watchedNamespace": installation.watched_namespace,
     "userRights": rights.user_rights,
@@ -38,7 +42,6 @@ NAMESPACE: Mapping[str, Callable[[Facts], Iterator[Result]]] = {
 CLUSTER: Mapping[str, Callable[[Facts, ClusterFacts], Iterator[Result]]] = {
     "spec": conditions.spec,
     "reconciled": conditions.progress,
-    "conditions": conditions.conditions,
     "gpuClaims": features.gpu_claims,
     "resizes": features.resizes,
     "podAdmission": admission.admission,
@@ -60,23 +63,62 @@ CLUSTER: Mapping[str, Callable[[Facts, ClusterFacts], Iterator[Result]]] = {
     "remoteLatency": redis_servers.latency,
     "remoteEvictions": redis_servers.evictions,
     "shards": redis_servers.shards,
+    "conditions": conditions.conditions,
+    "pods": pods.readiness,
 }
+_WITH_OPERATOR = ("operator", "watchedNamespace", "operatorRights")
+NEEDS: Mapping[str, Sequence[str]] = {
+    "operator": ("crd",),
+    "versions": ("crd", "operator"),
+    "clusters": ("crd", "namespace"),
+    "watchedNamespace": ("namespace",),
+    "userRights": ("namespace",),
+    "operatorRights": ("namespace", "operator", "watchedNamespace"),
+    "injectionPolicy": ("clusters",),
+    "injectionNames": ("clusters",),
+    "injection": ("operator",),
+    "reconciled": _WITH_OPERATOR,
+    "podAdmission": ("spec",),
+    "conditions": ("spec", *_WITH_OPERATOR),
+}
+"""Checks that must not fail before another one, which would report a consequence of the same cause."""
+_REPEATING = ("conditions", "pods")
+"""Checks whose results with a runbook are left out if an earlier result has the same."""
 _ORDER = {level: position for position, level in enumerate(Level)}
 _INSTALLATION = "installation"
 
 
 def run_checks(facts: Facts) -> list[Result]:
-    """Return the results of all checks, failures first."""
+    """Return the results of all checks, failures first. One cause gives one failure."""
     if absent := installation.absent(facts):
         return [absent._replace(check="installed", subject=_INSTALLATION)]
-    results = [(_INSTALLATION, name, check(facts)) for name, check in INSTALLATION.items()]
-    results += [(facts.namespace, name, check(facts)) for name, check in NAMESPACE.items()]
+    failed = set[str]()
+    listed = _run(INSTALLATION, _INSTALLATION, failed, facts)
+    listed += _run(NAMESPACE, facts.namespace, failed, facts)
     for cluster in facts.clusters:
-        subject = f"{facts.namespace}/{cluster.name}"
-        results += [(subject, name, check(facts, cluster)) for name, check in CLUSTER.items()]
-    listed = [
-        result._replace(check=result.check or name, subject=subject)
-        for subject, name, checked in results
-        for result in checked
-    ]
+        listed += _run(CLUSTER, f"{facts.namespace}/{cluster.name}", set(failed), facts, cluster)
+    unread = [result for result in listed if result.statement == unknown(ApiAnswer()).statement]
+    if unread and facts.unanswered:
+        missed = installation.api_server(facts, [result.check for result in unread])
+        listed = [result for result in listed if result not in unread]
+        listed.append(missed._replace(check="apiServer", subject=_INSTALLATION))
     return sorted(listed, key=lambda result: _ORDER[result.level])
+
+
+def _run(
+    checks: Mapping[str, Callable[..., Iterator[Result]]], subject: str, failed: set[str], *facts: Any
+) -> list[Result]:
+    """Return the results about a subject. Adds to ``failed`` the names of checks with a failure."""
+    results = list[Result]()
+    for name, check in checks.items():
+        if failed.isdisjoint(NEEDS.get(name, ())):
+            new = list(check(*facts))
+            reported = {result.runbook for result in results} - {""}
+            results += [
+                result._replace(check=result.check or name, subject=subject)
+                for result in new
+                if name not in _REPEATING or result.runbook not in reported
+            ]
+            if any(result.level is Level.FAILURE for result in new):
+                failed.add(name)
+    return results

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_cli.commands.doctor.results import Result, failure, ok, warning
@@ -44,7 +44,7 @@ def progress(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     generation = metadata.get("generation") or 0
     observed = [condition.get("observedGeneration") or 0 for condition in listed]
     if not listed:
-        if _age(metadata, facts) > _FIRST_STATUS:
+        if facts.has_ready_operator and _age(metadata, facts) > _FIRST_STATUS:
             text = "The operator has reported no status."
             yield failure(text, _OPERATOR, "LMCacheOperatorDown")
     elif max(observed) < generation:
@@ -56,7 +56,7 @@ def progress(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
 
 def _age(metadata: Object, facts: Facts) -> timedelta:
     created = datetime.fromisoformat(str(metadata.get("creationTimestamp") or "1970-01-01T00:00:00Z"))
-    return datetime.fromtimestamp(facts.now + (facts.api_offset_seconds or 0.0), UTC) - created
+    return facts.server_time - created
 
 
 def _conditions(cluster: ClusterFacts) -> list[Object]:
@@ -64,8 +64,14 @@ def _conditions(cluster: ClusterFacts) -> list[Object]:
 
 
 def conditions(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
-    """Report each problem that the operator has found, with its runbook. Other reasons are normal."""
-    bad = [item for item in _conditions(cluster) if is_bad(item) and item.get("reason") in TROUBLES]
+    """Report each problem that the operator has found, with its runbook. Other reasons are normal.
+
+    Pods that are not ready explain why no engine is: see `pods.readiness`.
+    """
+    explained = {"NoEngineReady"} if cluster.unready_pods else set[str]()
+    bad = [
+        item for item in _conditions(cluster) if is_bad(item) and item.get("reason") in TROUBLES - explained
+    ]
     reasons = {item["reason"] for item in bad if item["type"] not in _SUMMARIES}
     for item in bad:
         if item["type"] in _SUMMARIES and item["reason"] in reasons:

@@ -63,15 +63,16 @@ def injected_pods(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     if facts.profiles.is_known and profile not in [each["metadata"]["name"] for each in facts.profiles.items]:
         text = f"The LMCacheProfile {profile} is missing, so new pods get no cache."
         yield failure(text, "Check that the operator runs.", "LMCacheOperatorDown")
-    uncached = [(str(pod["metadata"]["name"]), _reason(pod)) for pod in pods if not has_cache(pod)]
+    uncached = [(str(pod["metadata"]["name"]), _reason(facts, pod)) for pod in pods if not has_cache(pod)]
     all_well = ok(f"Pods with the label that have the cache: {len(pods)}.")
     yield from grouped(uncached, len(pods), all_well)
 
 
-def _reason(pod: Object) -> Result:
+def _reason(facts: Facts, pod: Object) -> Result:
     outcome = plain((pod["metadata"].get("annotations") or {}).get(OUTCOME))
     if outcome.startswith("refused"):
         text = f"The pod has no cache: {outcome}."
         return warning(text, "Change this field in the Deployment of the pod.", _RUNBOOK)
     text = "The pod has no cache: no policy processed it at its creation."
-    return warning(text, "Create it again: kubectl rollout restart deployment NAME", _RUNBOOK)
+    remedy = "If it belongs to a Deployment, delete it, so that the Deployment creates it again:"
+    return warning(text, remedy, _RUNBOOK, facts.kubectl("delete pod POD"))

@@ -166,6 +166,7 @@ def shards(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     unready = [str(pod["metadata"]["name"]) for pod in pods if not is_ready(pod)]
     if unready:
         text = f"{len(unready)} of {len(pods)} server pods are not ready: {first_of(unready)}."
-        yield failure(text, f"Read the Events: kubectl describe pod {unready[0]}", "ShardsMissing")
+        command = facts.kubectl(f"describe pod {unready[0]}")
+        yield failure(text, "Read its Events:", "ShardsMissing", command)
     elif pods:
         yield ok(f"Server pods that are ready: {len(pods)}.")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
 from lmcache_cli.commands.doctor.answers import ApiAnswer
+from lmcache_cli.commands.doctor.checks.installation import upgrade
 from lmcache_cli.commands.doctor.facts import Facts, Right
 from lmcache_cli.commands.doctor.results import Result, failure, first_of, ok, unknown, warning
 from lmcache_operator.api import GROUP, PLURAL, PROFILE_PLURAL
 from lmcache_operator.specs.kinds import CHILDREN, CLUSTER
+from lmcache_operator.specs.merge import dig
 
 PROXY, FORWARD = Right("get", "", "pods/proxy"), Right("create", "", "pods/portforward")
 CREATE_PODS = Right("create", "", "pods")
@@ -53,24 +56,20 @@ def user_rights(facts: Facts) -> Iterator[Result]:
         text = f'Your user lacks the right "{missing[0]}", which {USER_RIGHTS[missing[0]]}.'
         if len(missing) > 1:
             text += f" It also lacks: {', '.join(map(str, missing[1:]))}."
-        remedy = f"Example: {_example(facts.namespace, missing)}"
-        yield warning(text, remedy)._replace(missing_right=str(missing[0]))
+        remedy = "Let an administrator grant all rights of these commands:"
+        yield warning(text, remedy, command=_grant(facts))._replace(missing_right=str(missing[0]))
     elif any(allowed.get(right) is None for right in USER_RIGHTS):
         yield unknown(ApiAnswer())
     else:
         yield ok("Your user may read LMCacheClusters, pods, logs and sidecars.")
 
 
-def _example(namespace: str, missing: Sequence[Right]) -> str:
-    """Return a command that creates a role with the missing rights of one verb."""
-    verb = missing[0].verb
-    resources = [
-        f"{plural}.{group}{'/' if subresource else ''}{subresource}" if group else resource
-        for _, group, resource in (right for right in missing if right.verb == verb)
-        for plural, _, subresource in [resource.partition("/")]
-    ]
-    command = f"kubectl -n {namespace} create role lmcache-read --verb={verb}"
-    return f"{command} --resource={','.join(resources)}"
+def _grant(facts: Facts) -> str:
+    """Return an administrator's commands that grant all rights to read, also sidecars through the proxy."""
+    create = f"kubectl -n {facts.namespace} create"
+    role = f"role lmcache-read --verb=get,list --resource={PLURAL}.{GROUP},pods,pods/log,pods/proxy"
+    user = shlex.quote(dig(facts.user.object, "status", "userInfo", "username") or "USER")
+    return f"{create} {role}\n{create} rolebinding lmcache-read --role=lmcache-read --user={user}"
 
 
 def operator_rights(facts: Facts) -> Iterator[Result]:
@@ -83,6 +82,7 @@ def operator_rights(facts: Facts) -> Iterator[Result]:
     missing = [str(right) for right, is_allowed in facts.operator_rights.items() if not is_allowed]
     if missing:
         text = f"The operator lacks rights in namespace {facts.namespace}: {first_of(missing)}."
-        yield failure(text, "Upgrade the chart, which creates its roles.", "ApiError")
+        remedy = "Let the chart create its roles again, in a checkout of its version:"
+        yield failure(text, remedy, "ApiError", upgrade(facts))
     else:
         yield ok("The operator has all rights of the chart.")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lmcache_cli.commands.doctor.answers import ApiAnswer
-from lmcache_cli.commands.doctor.checks.engines import clients
+from lmcache_cli.commands.doctor.checks.engines import clients, engine_container
 from lmcache_cli.commands.doctor.checks.installation import MAX_CLOCK_SECONDS, version_label
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_cli.commands.doctor.results import Result, failure, grouped, ok, unknown, warning
@@ -27,7 +27,9 @@ def answers(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     if not facts.cluster_pods.is_known:
         yield unknown(facts.cluster_pods)
         return
-    pods = [figures for figures in cluster.pods if sidecar_port(figures.pod) is not None]
+    # `pods.readiness` reports pods that cannot answer yet.
+    pods = [each for each in cluster.pods if sidecar_port(each.pod) is not None]
+    pods = [each for each in pods if each.stats or each.pod not in cluster.unready_pods]
     refused = [figures for figures in pods if figures.problem.startswith(_FORBIDDEN)]
     if refused:
         yield unknown(ApiAnswer(missing_right=refused[0].problem.removeprefix(_FORBIDDEN)))
@@ -38,18 +40,18 @@ def answers(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         (figures.name, problem)
         for figures in pods
         if not figures.problem.startswith(_FORBIDDEN) and figures.problem != NO_TIME
-        if (problem := _problem(figures))
+        if (problem := _problem(facts, figures))
     ]
     yield from grouped(problems, len(pods))
     if pods and not problems and not refused and not late:
         yield ok(f"Sidecars that are ready and in use: {len(pods)}.")
 
 
-def _problem(figures: PodFigures) -> Result | None:
+def _problem(facts: Facts, figures: PodFigures) -> Result | None:
     stats = figures.stats
     if not stats:
         text = f"The sidecar does not answer: {plain(figures.problem)}."
-        return warning(text, "Read its log: kubectl logs POD -c sidecar", "NoAnswer")
+        return warning(text, "Read its log:", "NoAnswer", _log(facts, figures, *SIDECARS))
     if stats.get("is_ready") is not True:
         text = f"The sidecar is not ready: {plain(stats.get('not_ready_reason')) or 'it gives no reason'}."
         return failure(text, "Correct the setting that the reason names.", "SidecarNotReady")
@@ -57,8 +59,20 @@ def _problem(figures: PodFigures) -> Result | None:
     is_unused = not merge.count(merge.part(stats, "num_clients").get("attached"))
     if is_ready(figures.pod) and (refusal or is_unused):
         text = f"An engine serves without the cache{refusal and f': {refusal}'}."
-        return failure(text, "Read the lines of LMCache in its log.", "EngineNotAttached")
+        log = _log(facts, figures, dig(engine_container(figures.pod), "name") or "")
+        remedy = "Read the lines of LMCache in its log:"
+        return failure(text, remedy, "EngineNotAttached", f"{log} | grep -i lmcache")
     return None
+
+
+def _log(facts: Facts, figures: PodFigures, *containers: str) -> str:
+    """Return the command that prints the log of the first of these containers that a pod has."""
+    spec = figures.pod["spec"]
+    present = [
+        each["name"] for each in (*(spec.get("initContainers") or ()), *(spec.get("containers") or ()))
+    ]
+    name = next((name for name in present if name in containers), "")
+    return facts.kubectl(f"logs POD{name and f' -c {name}'}")
 
 
 def versions(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
