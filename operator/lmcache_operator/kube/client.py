@@ -174,16 +174,14 @@ class KubeApi:
     async def apply_status(self, wanted: Object, manager: str = FIELD_MANAGER) -> Object | None:
         """Server-side apply of the status. Returns the object, or None if it no longer exists."""
         path, query = f"{_path_of(wanted)}/status", _FORCE | {"fieldManager": manager}
-        accept = (HTTPStatus.NOT_FOUND,)
-        status, stored = await self._call("PATCH", path, wanted, query=query, accept=accept)
-        return None if status in accept else stored
+        answer = await self._call("PATCH", path, wanted, query=query, accept=(HTTPStatus.NOT_FOUND,))
+        return cast(Object | None, answer[1])
 
     async def create(self, kind: Kind, wanted: Object) -> Object | None:
         """Create an object. Returns it as stored, or None if the name is taken."""
-        accept = (HTTPStatus.CONFLICT,)
         path = _path(kind, wanted["metadata"]["namespace"])
-        status, stored = await self._call("POST", path, wanted, accept=accept)
-        return None if status in accept else stored
+        answer = await self._call("POST", path, wanted, accept=(HTTPStatus.CONFLICT,))
+        return cast(Object | None, answer[1])
 
     async def replace(self, kind: Kind, changed: Object) -> Object | None:
         """Replace an object. Returns it as stored, or None if it was changed or deleted since it was read."""

@@ -12,17 +12,15 @@ from hypothesis import strategies as st
 
 from lmcache_cli.commands import printing
 from lmcache_cli.commands.gather import Gathered, PodFigures
-from lmcache_cli.commands.status import state_of, status_of, summary_of
-from lmcache_cli.commands.status_screen import list_lines, screen
+from lmcache_cli.commands.status import state_of, status_of
+from lmcache_cli.commands.status_screen import screen
 from tests.harness.commands.command_world import (
-    NOW,
     GiB,
     condition,
     figures,
     gathered,
     pod,
     stats,
-    time_before_now,
 )
 from tests.unit.explain.test_merge import ANY
 
@@ -214,83 +212,6 @@ def test_normal_rollout_does_not_lead_to_doctor() -> None:
     shown = text(gathered(figures(0), starting, conditions=conditions("True", "Serving", "Replacing")))
     assert "Progressing is True (Replacing): a message" in shown
     assert "doctor" not in shown
-
-
-# -- the operator
-
-
-def with_operator(
-    change: float | None, heartbeat: float | None, *, generation: int = 2, **status: Any
-) -> Gathered:
-    """Return a cluster with the ages of its last change and of the operator's last heartbeat."""
-    world = gathered(figures(0))
-    metadata = {"generation": generation, "creationTimestamp": time_before_now(3600)}
-    if change is not None:
-        metadata["managedFields"] = [
-            {"manager": "kubectl", "time": time_before_now(change)},
-            {"manager": "lmcache-operator", "subresource": "status", "time": time_before_now(0)},
-        ]
-    world.cluster["metadata"] |= metadata
-    world.cluster["status"] |= status
-    world.cluster["status"].pop("lastHeartbeatTime")
-    if heartbeat is not None:
-        world.cluster["status"]["lastHeartbeatTime"] = time_before_now(heartbeat)
-    return world
-
-
-UNSERVED = "No operator works on team/demo: the conditions are"
-
-
-@pytest.mark.parametrize(
-    ("world", "lines"),
-    [
-        (with_operator(30, 180), [f"{UNSERVED} 3 minutes old, and your last change is not applied.", "->"]),
-        (with_operator(9000, 7200, generation=1), [f"{UNSERVED} 2 hours old.", "->"]),
-        (
-            with_operator(3, 20),
-            [
-                "Your change of 3 seconds ago is not applied yet. "
-                "The operator works: its last heartbeat was 20 seconds ago."
-            ],
-        ),
-        (with_operator(3, None), ["Your change of 3 seconds ago is not applied yet."]),
-        (with_operator(None, 20), ["Your last change is not applied yet. The operator works: its last "]),
-        (with_operator(None, 149, generation=1), []),
-        (with_operator(None, None, generation=1), []),
-        (
-            with_operator(None, None, conditions=[], observedGeneration=None),
-            ["No operator works on team/demo: it has no status, 1 hour after its creation.", "->"],
-        ),
-    ],
-)
-def test_first_lines_say_whether_an_operator_works(world: Gathered, lines: list[str]) -> None:
-    shown = text(world, width=120).splitlines()
-    wanted = [line.replace("->", "-> kubectl lmcache doctor -n team demo") for line in lines]
-    assert all(line.startswith(start) for line, start in zip(shown, wanted, strict=False)), shown[:2]
-    assert shown[len(wanted) + bool(wanted)].startswith("team/demo  ")
-
-
-def test_heartbeat_is_judged_by_the_clock_of_the_api_server() -> None:
-    world = with_operator(None, 20, generation=1)
-    late = Gathered(world.cluster, world.pods, (), NOW + 3600, api_offset=-3600)
-    assert not status_of(late)["operator"]["problem"]
-
-
-def test_several_clusters_become_a_list() -> None:
-    served, orphaned = with_operator(None, 20, generation=1), with_operator(3, 600)
-    served.cluster["status"]["hitPercent"] = {"engine": 20, "memory": 30, "remote": 10}
-    remote = gathered(conditions=conditions("True", "Ready")).cluster
-    del remote["spec"]["engine"]
-    listed = [summary_of(each, NOW) for each in (served.cluster, orphaned.cluster, remote)]
-    assert [*list_lines(listed, printing.Style(False))] == [
-        "NAMESPACE  NAME  STATE    PODS  FROM TIERS  OWN CACHE  HEARTBEAT",
-        "team       demo  Ready  1 of 1        40 %       20 %  20 seconds ago",
-        "team       demo  Ready  1 of 1           -          -  10 minutes ago",
-        "team       demo  Ready       -           -          -  20 seconds ago",
-        "",
-        f"{UNSERVED} 10 minutes old, and your last change is not applied.",
-        "More about one of them: kubectl lmcache status -n team demo",
-    ]
 
 
 def test_a_thousand_pods_fit_on_a_screen() -> None:
