@@ -49,9 +49,11 @@ esac
 "$python" -m pip --version >/dev/null 2>&1 || command -v uv >/dev/null 2>&1 || missing="$missing python3-pip"
 if [ -n "$missing" ]; then
   if can_install; then
-    say "installing Debian packages:$missing"
-    apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing >/dev/null
+    if ! command -v "$python" >/dev/null 2>&1; then
+      apt-get update -qq
+      apt-get -o DPkg::Lock::Timeout=300 install -y -qq python3 >/dev/null
+    fi
+    "$python" -m tools.debian $missing
   else
     die "these packages are missing and only root can install them; run: sudo apt-get install$missing"
   fi
