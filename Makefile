@@ -32,7 +32,7 @@ setup-light: ## install what most unit tests need, without torch, vLLM and serve
 kube: setup ## build the Kubernetes binaries into the cache directory (once, 6-8 min)
 	@$(PY) -m tools.kube.binaries
 
-images: setup ## build the images of releases and tests, print their sizes (root; 3 min, later seconds)
+images: setup ## build the images of releases and tests, print their sizes (root; 3 min, 11 on a busy machine; later seconds)
 	@$(PY) -m tools.images
 
 demo: ## run the main use case with real engines, Redis and Kubernetes
@@ -57,7 +57,7 @@ test-docs: setup kube ## run the commands and the YAML of the documentation, ope
 	@$(TINY_MODEL)
 	@$(PYTEST) $(DOCS_TESTS)
 
-e2e: setup sglang ## test chart, operator and engines as pods of a real kubelet (root); one file: make e2e E2E=FILE
+e2e: setup sglang ## test chart, operator and engines as pods of a real kubelet (root; 25 min, and 8-22 min once); one file: make e2e E2E=FILE
 	@$(PY) -m testing.node
 	@$(PY) -m tools.kube.binaries $$($(PY) -c 'from testing.node.cluster import PROGRAMS; print(*PROGRAMS)')
 	@$(PY) -m testing.engine.upstream
