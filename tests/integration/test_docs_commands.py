@@ -259,9 +259,14 @@ def test_get_started_on_a_cluster(plane, terminal, tmp_path):
 @pytest.mark.parametrize("name", sorted(HOW_TO.keys() - {"uninstall"}))
 def test_how_to(plane, operator, terminal, namespace, name):
     page = HOW_TO[name]
+
+    def after(fence: Fence) -> None:
+        if "kubectl patch lmcluster" in fence.text:
+            plane.wait(lambda: has_processed(plane.api.get(CLUSTERS, page.name, namespace)))
+
     with published(plane, 8, page.gpus) if page.gpus else nullcontext():
         prepare(plane, terminal, namespace, page)
-        printed = run(terminal, DOCS / "how-to" / f"{name}.md")
+        printed = run(terminal, DOCS / "how-to" / f"{name}.md", after)
     assert printed.count("No resources found") == page.num_absent, printed
 
 
@@ -283,6 +288,12 @@ def test_uninstall(plane, operator, terminal, namespace):
             assert "lmcache" not in plane.kubectl("get", "clusterrole,clusterrolebinding")
 
     run(terminal, UNINSTALL, after)
+
+
+def has_processed(cluster: Object) -> bool:
+    """Whether the operator has processed the present spec."""
+    generation: int = cluster["metadata"]["generation"]
+    return cluster["status"]["observedGeneration"] == generation
 
 
 def prepare(plane: Cluster, terminal: Terminal, namespace: str, page: Page) -> None:
