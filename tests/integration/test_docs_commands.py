@@ -124,8 +124,9 @@ GUIDES = {
     "monitor": Page("qwen3-8b.yaml", "qwen3-8b"),
     "own-pods": Page("injection.yaml", "settings", {"deployment.yaml": "examples/injection.yaml"}),
     "scale": Page("qwen3-8b.yaml", "qwen3-8b"),
+    "tenants": Page("qwen3-8b.yaml", "qwen3-8b"),
 }
-OFF_CLUSTER = {"autoscaling", "library", "peers", "sglang", "sidecar", "tenants"}
+OFF_CLUSTER = {"autoscaling", "library", "peers", "sglang", "sidecar"}
 """Guides whose commands need a sidecar, an engine or traffic."""
 _POINT = {"size": "64Gi", "hit": "0.32", "low": "0.30", "high": "0.34", "netPerHour": "-0.4"}
 _WHY = {"reason": "It saves more than it costs.", "limitedBy": "None", "curve": [_POINT]}
