@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from tests.harness.fences import DOCS, REPOSITORY, fences
+from testing.child_process import REPOSITORY
+from tests.harness.fences import DOCS, fences
 
 README, HOME = REPOSITORY / "README.md", DOCS / "index.md"
 BENCHMARKS = (DOCS / "reference" / "benchmarks.md").read_text()
