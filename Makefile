@@ -18,7 +18,7 @@ TESTS ?= tests --ignore=tests/e2e --ignore=tests/release
 TINY_MODEL := $(PY) -c 'from testing.engine.tiny_model import tiny_model; tiny_model()'  # before any engine loads it
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-light kube sglang images demo test test-all test-docs e2e test-fast test-light test-changed test-busy test-vllm-versions test-avx2 test-kube-versions check docs format generate pins fuzz soak bench bench-peer gpu-check gpu-bundle audit test-release release clean
+.PHONY: help setup setup-light kube sglang images demo test test-all test-docs e2e test-fast test-light test-changed test-busy test-vllm-versions test-avx2 test-kube-versions check docs format generate pictures pins fuzz soak bench bench-peer gpu-check gpu-bundle audit test-release release clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -111,6 +111,10 @@ format: setup ## format the code, and apply fixes of the linter
 
 generate: setup ## generate the wire contract's code, the CRDs and the reference pages
 	@tools/generate_proto.sh
+	@$(PY) -m tools.generate
+
+pictures: kube ## record a run of real programs again, and draw the pictures of the documentation (7 minutes)
+	@$(PY) -m tools.pictures.record
 	@$(PY) -m tools.generate
 
 pins: setup ## resolve pyproject.toml into tools/requirements/ again

@@ -63,6 +63,13 @@ class PrometheusProcess(Server):
         result: list[dict[str, Any]] = self._get("query", query=promql)["result"]
         return result
 
+    def query_range(self, promql: str, start: float, end: float, step: float) -> list[dict[str, Any]]:
+        """The result of a query over time: label sets, each with pairs of a time and a value. Raises
+        ValueError for a bad query."""
+        times = {"start": str(start), "end": str(end), "step": str(step)}
+        result: list[dict[str, Any]] = self._get("query_range", query=promql, **times)["result"]
+        return result
+
     def label_values(self, label: str, selector: str) -> list[str]:
         """Values of a label in the series that a selector matches."""
         values: list[str] = self._get(f"label/{label}/values", **{"match[]": selector})

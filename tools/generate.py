@@ -11,6 +11,7 @@ from pathlib import Path
 from lmcache_operator.api.crd import render
 from tools import api_docs, dashboards, metrics_docs, resource_docs, stats_docs
 from tools.kube import schemas
+from tools.pictures import drawing
 from tools.provenance import licences
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,6 +22,7 @@ RESOURCE = ROOT / "docs" / "reference" / "resource.md"
 LICENCES = ROOT / "docs" / "reference" / "licences.md"
 METRICS = ROOT / "docs" / "reference" / "metrics.md"
 STATS = ROOT / "docs" / "reference" / "stats.md"
+PICTURES = ROOT / "docs" / "pictures"
 PROTO_CODE = [
     ROOT / f"{name}_pb2.{suffix}"
     for name in ("sidecar/lmcache_client/rpc/kvcache", "testing/dra/kubelet")
@@ -38,7 +40,8 @@ def generated() -> dict[Path, str]:
     docs = {API: api_docs.render(), RESOURCE: resource_docs.render()}
     docs |= {METRICS: metrics_docs.render(), STATS: stats_docs.render(), LICENCES: licences.render()}
     boards = {CHART_FILES / "dashboards" / name: text for name, text in dashboards.render().items()}
-    return {**crds, **docs, **code, **boards}
+    pictures = {PICTURES / name: text for name, text in drawing.render().items()}
+    return {**crds, **docs, **code, **boards, **pictures}
 
 
 def main() -> int:

@@ -57,13 +57,14 @@ def _run(arguments: argparse.Namespace) -> int:
             _print_tenant(gathered, arguments)
             return 0
         print_problems(problems_of(gathered.pods, gathered.problems))
-        print(printing.answer(arguments.output, _lines(gathered), explanation(gathered)), end="")
+        print(printing.answer(arguments.output, overview(gathered), explanation(gathered)), end="")
         return 0
 
     return connection.run(arguments, show)
 
 
-def _lines(gathered: Gathered) -> Iterator[str]:
+def overview(gathered: Gathered) -> Iterator[str]:
+    """Yield the lines about all prompts of a cluster."""
     causes = merge.causes(gathered.stats)
     price = price_of_token(gathered)
     yield from tables.overview(causes, price)
