@@ -1,4 +1,4 @@
-"""Histograms of durations, as plain numbers: calls of engines are counted in them on the hot path."""
+"""Histograms of durations as plain numbers, so that the count of an engine's call takes little time."""
 
 from __future__ import annotations
 

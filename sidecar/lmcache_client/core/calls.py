@@ -1,4 +1,4 @@
-"""Calls to the sidecar that pause for a moment when the sidecar is silent."""
+"""Calls to the sidecar. If the sidecar does not answer, further calls are skipped for a moment."""
 
 from __future__ import annotations
 

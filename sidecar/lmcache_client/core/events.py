@@ -1,9 +1,10 @@
 """Finds out which of the engine's chunks the sidecar has in memory, for the engine's KV events.
 
-Routers use these events to send a request to the engine that has its prefix. The events need no calls. Chunks
-that were stored or loaded are looked up in the index in shared memory. Reported chunks are looked up again, a
-few in each step, so that evictions are reported within some steps. Chunks that are still there are reported
-again at times, because a router that started later has missed the first report.
+Routers use these events to send a request to the engine that has its prefix. The events need no calls,
+because chunks that were stored or loaded are looked up in the index in shared memory. Reported chunks are
+looked up again, a few in each step, so that evictions are reported within some steps. Chunks that the sidecar
+still has are reported again from time to time, because a router that started later has missed the first
+report.
 """
 
 from __future__ import annotations

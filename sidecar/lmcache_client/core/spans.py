@@ -1,7 +1,7 @@
 """OpenTelemetry spans of requests: ``lmcache.lookup``, ``lmcache.wait``, ``lmcache.load``, ``lmcache.store``.
 
-They are children of the request's own trace, which the engine hands over as W3C headers. Requests without
-headers, or whose sampled flag is not set, get no spans.
+The spans are children of the request's own trace, which the engine hands over as W3C headers. Requests
+without headers, or whose sampled flag is not set, get no spans.
 
 All spans are recorded on the scheduler side, because only this side knows the headers. A span is created when
 it has ended. The engine's ``TracerProvider`` sends it on another thread.

@@ -2,9 +2,9 @@
 
 A request waits for rows that another request of this engine is computing, as long as that request gets steps.
 It waits for no request of lower priority. It also waits for rows that the sidecar is promoting, as long as
-they arrive faster than the engine would compute them (``waiting.RowWait``). It also waits for rows that a
-prefill engine has announced and is still storing. These rows may never arrive. So the rows of other requests
-do not prolong this wait.
+they arrive faster than the engine would compute them (``waiting.RowWait``), and for rows that a prefill
+engine has announced and is still storing. Announced rows may never arrive, so the rows of other requests do
+not prolong the wait for them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Check that there is enough memory for an arena, before any is taken.
+"""Checks that there is enough memory for an arena, before the arena takes any.
 
-Later, the kernel would report a lack of memory by SIGBUS or the OOM killer.
+The check comes first, because the kernel reports a later lack of memory by SIGBUS or by the OOM killer.
 """
 
 from __future__ import annotations

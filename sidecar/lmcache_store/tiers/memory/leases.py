@@ -1,7 +1,7 @@
 """Leases: requests protect the rows that they read. All leases take at most half of the usable slots.
 
-The number of leases is bounded, too: many requests can lease one row. A request without a lease may read its
-rows, and must check after the copy that no slot was reused.
+The number of leases is bounded, too, because many requests can lease the same row. A request without a lease
+may read its rows, and must check after the copy that no slot was reused.
 
 A row is one chunk of one KV group. It takes one or more slots of the memory tier. A row is visible when all
 ranks have stored their part of it.

@@ -1,7 +1,8 @@
 """The memory tier for threads: the storage of the local backend of the library.
 
-One lock guards the index. No thread holds it while bytes are copied. A row that a thread reads is leased. A
-row that a thread writes is not yet in the index. No other thread can reuse either of them.
+One lock guards the index, and no thread holds this lock while it copies bytes. No other thread can reuse a
+row meanwhile, because a row that a thread reads is leased, and a row that a thread writes is not yet in the
+index.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 **A file that another process shortens.** Every engine container may change the length of the file. An access
 behind the end ends a process with SIGBUS. The sidecar never changes the length while clients use the file.
-Each method therefore compares the length before it touches the memory. With another length, no row is found,
-and no copy is valid. An access that is under way when the file is shortened is not protected.
+Each method therefore compares the length before it touches the memory. If the length differs, no row is found
+and no copy is valid. This does not protect an access that is under way when the file becomes shorter.
 """
 
 from __future__ import annotations

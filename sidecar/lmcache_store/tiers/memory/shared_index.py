@@ -1,8 +1,9 @@
 """The shared index: clients find the row of a key in shared memory, without a call to the sidecar.
 
-The sidecar writes the shared index and never reads it. Its own index is a dict, from which it rebuilds this
-one. An engine's scheduler reads it (``MappedIndex`` in ``mapping``). A row is listed from the moment it is
-visible (complete in all columns, and verified) until it leaves the sidecar's index.
+The sidecar writes the shared index and never reads it, because its own index is a dict, from which it can
+rebuild the shared index. The reader is an engine's scheduler (``MappedIndex`` in ``mapping``). A row is
+listed from the moment it is visible (complete in all columns, and verified) until it leaves the sidecar's
+index.
 
 **Format.** A bucket has 8 entries of 64 bits: the upper half of the key's hash, and row + 1 (0 means empty).
 The lower half of the hash selects the bucket. A key is in that bucket or in the next one. Keys are SHA-256

@@ -1,7 +1,8 @@
 """The slot table: 128 bytes about every slot, in the same shared memory as the slots.
 
-The table is the index that survives a restart of the sidecar. Clients check it after a copy. Only the sidecar
-writes it. It is laid out column by column, so that a client needs only the part of its own column.
+The table survives a restart of the sidecar, which finds its rows again in it. Only the sidecar writes the
+table, and clients check it after a copy. The table is laid out column by column, so that a client needs only
+the part of its own column.
 
 **Write order.** A process can crash between any two stores. An entry is therefore FREE while its other fields
 change, and its state is stored last: the fields of a RESERVED or COMMITTED entry are complete. A checksum is
