@@ -26,7 +26,7 @@ from benchmarks.report import Figure, Report, at_least, at_most
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.contract.base import Context
-from lmcache_operator.kube.client import apply_patch
+from lmcache_operator.kube.patches import apply_patch
 from lmcache_operator.specs.kinds import BY_NAME
 from lmcache_operator.specs.names import HEARTBEAT_MANAGER, STOCK_IMAGES
 from testing.kube import operator as kube

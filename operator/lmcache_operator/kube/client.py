@@ -19,6 +19,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from lmcache_operator import metrics
 from lmcache_operator.errors import RefusedError, UnavailableError
+from lmcache_operator.kube.patches import APPLY_PATCH, apply_patch
 from lmcache_operator.kube.refusals import (
     TooLargeError,
     bounded,
@@ -52,13 +53,6 @@ _TOO_LARGE = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 _READS = frozenset({"GET"})
 _FORCE = {"fieldManager": FIELD_MANAGER, "force": "true"}
 _NOT_SENT = "not sent: this operator does not lead, or cannot renew its lease"
-# With the charset, the client leaves the body alone. For the bare type it would re-encode it as ASCII.
-_APPLY_PATCH = "application/apply-patch+yaml; charset=utf-8"
-# Characters that YAML reads differently from JSON: line breaks, unprintable ones and lone surrogates.
-_ESCAPED_IN_YAML = {
-    code: f"\\u{code:04x}"
-    for code in (*range(0x7F, 0xA0), 0x2028, 0x2029, *range(0xD800, 0xE000), 0xFEFF, 0xFFFE, 0xFFFF)
-}
 
 WriteFence = Callable[[], float]
 """Returns the seconds from now for which this operator may write."""
@@ -337,7 +331,7 @@ class KubeApi:
         Raises:
             ApiError: the request failed with a status that is not in ``accept``.
         """
-        headers = {"Content-Type": _APPLY_PATCH if verb == "PATCH" else "application/json"}
+        headers = {"Content-Type": APPLY_PATCH if verb == "PATCH" else "application/json"}
         content = apply_patch(body) if verb == "PATCH" else body
         path = f"{path}?{urlencode(query)}" if query else path
         # The body is passed later, because the client would convert all of it, and it is plain data already.
@@ -381,14 +375,6 @@ def _limits_except(pod: Object, init_container: str) -> dict[str, Any]:
         for item in containers
         if item["name"] != init_container
     }
-
-
-def apply_patch(body: Any) -> str:
-    """Encode plain data as JSON that is also valid YAML of the same value.
-
-    JSON's escapes of surrogate pairs are not valid in YAML.
-    """
-    return json.dumps(body, ensure_ascii=False).translate(_ESCAPED_IN_YAML)
 
 
 def _path_of(wanted: Object) -> str:

@@ -19,7 +19,8 @@ from multidict import CIMultiDict
 
 from lmcache_operator.errors import NoAnswerError, RefusedError, UnavailableError
 from lmcache_operator.kube import client as kube_client
-from lmcache_operator.kube.client import KubeApi, apply_patch, connect
+from lmcache_operator.kube.client import KubeApi, connect
+from lmcache_operator.kube.patches import apply_patch
 from lmcache_operator.kube.refusals import error_of
 from lmcache_operator.specs.kinds import POD
 from tests.harness.operator.model import cluster
