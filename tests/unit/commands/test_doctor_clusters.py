@@ -79,10 +79,13 @@ def test_normal_progress_is_no_problem():
 def test_operator_that_does_not_follow_or_cannot_is_found():
     late = cluster_facts()
     late.resource["metadata"]["generation"] = 2
-    check_one(late, "reconciled", WARNING, "generation 1 of the spec, not yet 2")
+    check_one(late, "reconciled", WARNING, "Your last change is not applied yet.")
+    late.resource["status"]["lastHeartbeatTime"] = datetime.fromtimestamp(NOW - 600, UTC).isoformat()
+    check_one(late, "reconciled", FAILURE, "the conditions are 10 minutes old, and your last change is not")
     silent = cluster_facts()
     del silent.resource["status"]
-    check_one(silent, "reconciled", FAILURE, "has reported no status")
+    silent.resource["metadata"]["creationTimestamp"] = "2025-01-01T00:00:00Z"
+    check_one(silent, "reconciled", FAILURE, "No operator works on demo: it has no status")
     check_one(cluster_facts(engine={"args": ["--port=1"]}), "spec", FAILURE, "--port can't be set")
 
 

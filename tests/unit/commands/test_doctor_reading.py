@@ -248,9 +248,10 @@ def test_lines_show_remedy_and_runbook_below_each_problem():
     assert shown[1] == "        lmcache-system/lmcache are ready."
     assert shown[2] == "        -> Read its log:"
     command_line, address = shown[3:5]
-    assert command_line == f"{11 * ' '}kubectl -n lmcache-system logs deployment/lmcache"
+    logs = "logs -l app.kubernetes.io/component=operator --prefix --tail=100"
+    assert command_line == f"{11 * ' '}kubectl -n lmcache-system {logs}"
     assert address == f"{11 * ' '}{DOCS}/runbooks/LMCacheOperatorDown.md"
-    assert all(len(line) <= 80 for line in shown if line != address)
+    assert all(len(line) <= 80 for line in shown if line not in (command_line, address))
     assert shown[-1].endswith("checks in namespace team: 1 failure, 22 ok.")
     colored = list(command.lines(failing, run_checks(failing), printing.Style(True), 80))
     assert colored[0].startswith("\x1b[31mFAILURE\x1b[0m ")

@@ -79,7 +79,7 @@ NEEDS: Mapping[str, Sequence[str]] = {
     "injection": ("operator",),
     "reconciled": _WITH_OPERATOR,
     "podAdmission": ("spec",),
-    "conditions": ("spec", *_WITH_OPERATOR),
+    "conditions": ("spec", "reconciled", *_WITH_OPERATOR),
 }
 """Checks that must not fail before another one, which would report a consequence of the same cause."""
 _REPEATING = ("conditions", "pods")

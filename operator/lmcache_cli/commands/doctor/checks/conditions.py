@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime, timedelta
 
+from lmcache_cli.commands.doctor.checks.installation import operator_log
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_cli.commands.doctor.results import Result, failure, ok, warning
+from lmcache_cli.commands.heartbeat import attendance, sentence
 from lmcache_cli.commands.status import is_bad
 from lmcache_operator.contract.conditions import TROUBLES
 from lmcache_operator.specs import Object
@@ -24,9 +25,6 @@ _SERVED = {
 """Reasons of problems with which requests are served and cached."""
 _SUMMARIES = ("Degraded", "Ready")
 """Conditions that repeat the reasons of others."""
-_FIRST_STATUS = timedelta(minutes=1)
-"""Time within which the operator reports on a new cluster."""
-_OPERATOR = "Check that the operator runs and watches this namespace."
 
 
 def spec(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
@@ -38,25 +36,15 @@ def spec(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
 
 
 def progress(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
-    """Check that the operator has processed the present spec."""
-    metadata = cluster.resource["metadata"]
-    listed = _conditions(cluster)
-    generation = metadata.get("generation") or 0
-    observed = [condition.get("observedGeneration") or 0 for condition in listed]
-    if not listed:
-        if facts.has_ready_operator and _age(metadata, facts) > _FIRST_STATUS:
-            text = "The operator has reported no status."
-            yield failure(text, _OPERATOR, "LMCacheOperatorDown")
-    elif max(observed) < generation:
-        text = f"The operator has processed generation {max(observed)} of the spec, not yet {generation}."
-        yield warning(text, f"Wait 15 s. {_OPERATOR}", "LMCacheOperatorDown")
-    else:
+    """Check that an operator works on the cluster, and has processed the present spec."""
+    judged = attendance(cluster.resource, facts.server_time.timestamp())
+    text, command = sentence(judged, cluster.name), operator_log(facts)
+    if judged.is_working is not False and text:
+        yield warning(text, "Wait 15 s. If nothing changes, read its log:", "LMCacheOperatorDown", command)
+    elif not text:
         yield ok("The operator has processed the present spec.")
-
-
-def _age(metadata: Object, facts: Facts) -> timedelta:
-    created = datetime.fromisoformat(str(metadata.get("creationTimestamp") or "1970-01-01T00:00:00Z"))
-    return facts.server_time - created
+    elif facts.has_ready_operator:
+        yield failure(text, "Read its log:", "LMCacheOperatorDown", command)
 
 
 def _conditions(cluster: ClusterFacts) -> list[Object]:

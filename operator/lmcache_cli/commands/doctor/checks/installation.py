@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from lmcache_cli.commands.doctor.answers import ApiAnswer
-from lmcache_cli.commands.doctor.facts import RELEASE, Facts
+from lmcache_cli.commands.doctor.facts import RELEASE, SYSTEM_NAMESPACE, Facts
 from lmcache_cli.commands.doctor.results import Result, failure, first_of, ok, unknown, warning
 from lmcache_operator import DOCS, __version__
 from lmcache_operator.api import GROUP, PLURAL
@@ -28,7 +28,7 @@ _MAX_START = timedelta(minutes=10)
 _FROM_CHECKOUT = f"in a checkout ({DOCS}/get-started/cluster.md):"
 _PATIENT_SECONDS = 120
 _VERSION_LABEL = "app.kubernetes.io/version"
-_DESCRIBE = "describe pods -l app.kubernetes.io/component=operator"
+_OPERATOR = "app.kubernetes.io/component=operator"
 
 
 def absent(facts: Facts) -> Result | None:
@@ -193,16 +193,23 @@ def _readiness(facts: Facts, deployment: Object) -> Result:
     refusal = condition_of(deployment, "ReplicaFailure").get("message")
     problems = [Problem("FailedCreate", refusal)] if refusal else [*pod_problems(observed)]
     if problems:
-        text, command = f"{text} First: {plain(problems[0].message)}.", facts.kubectl(_DESCRIBE, place)
+        text, command = (
+            f"{text} First: {plain(problems[0].message)}.",
+            facts.kubectl(f"describe pods -l {_OPERATOR}", place),
+        )
         return level(text, "Read the Events of its pods:", problems[0].reason, command)
     since = facts.server_time - time_of(
         condition_of(deployment, "Available").get("lastTransitionTime"), observed
     )
     if since < _MAX_START:
         return warning(f"{text} {starting(since, _MAX_START)}", "Wait.")
-    return level(
-        text, "Read its log:", "LMCacheOperatorDown", facts.kubectl(f"logs deployment/{name}", place)
-    )
+    return level(text, "Read its log:", "LMCacheOperatorDown", operator_log(facts))
+
+
+def operator_log(facts: Facts) -> str:
+    """Return the command that prints the log of the operator's pods."""
+    place = next((each["metadata"]["namespace"] for each in facts.operators.items), SYSTEM_NAMESPACE)
+    return facts.kubectl(f"logs -l {_OPERATOR} --prefix --tail=100", place)
 
 
 def starting(since: timedelta, limit: timedelta) -> str:
