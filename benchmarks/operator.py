@@ -210,7 +210,9 @@ def ready_since(plane: Cluster) -> dict[str, bool]:
 
 def _is_ready(obj: Object) -> bool:
     conditions = obj.get("status", {}).get("conditions") or []
-    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+    return any(
+        c["type"] == "Ready" and c["status"] == "True" and c.get("reason") != "Serving" for c in conditions
+    )
 
 
 # -- many

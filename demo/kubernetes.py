@@ -71,6 +71,7 @@ def _becomes_ready(cluster: Cluster) -> dict[str, object]:
         cluster.wait(lambda: len(children(cluster)) >= len(CHILDREN))
         present = time.monotonic() - start
         cluster.wait(lambda: condition(cluster, "Ready") == "True", timeout=60)
+        cluster.wait(lambda: condition(cluster, "Progressing") == "False", timeout=60)
         ready = time.monotonic() - start
     command("kubectl get lmcluster")
     note(cluster.kubectl("get", "lmcluster"))

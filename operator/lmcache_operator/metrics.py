@@ -28,7 +28,7 @@ CLUSTERS = Gauge("lmcache_operator_clusters", "LMCacheClusters being reconciled.
 QUEUE_DEPTH = Gauge("lmcache_operator_queue_depth", "LMCacheClusters that wait for a free worker.")
 CONDITION = Gauge(
     "lmcache_operator_cluster_condition",
-    "Ready and Degraded of each LMCacheCluster: 1 True, 0 False, -1 Unknown.",
+    "Ready, Progressing and Degraded of each LMCacheCluster: 1 True, 0 False, -1 Unknown.",
     ["namespace", "name", "condition"],
 )
 CONDITION_VALUES = {"True": 1, "False": 0, "Unknown": -1}

@@ -163,7 +163,10 @@ class App:
         return {condition["type"]: condition for condition in status.get("conditions", [])}
 
     def wait_condition(self, kind: str, status: str = "True", timeout: float = READY_SECONDS) -> Object:
-        """Wait until the condition has this status for the latest spec. Returns the condition."""
+        """Wait until the condition has this status for the latest spec. Returns the condition.
+
+        A cluster that serves, but does not match its spec yet, does not count as Ready.
+        """
 
         def look() -> Object | None:
             cluster = self.node.api.get(CLUSTERS, self.name, NAMESPACE)
@@ -171,7 +174,9 @@ class App:
                 cluster.get("status", {}).get("observedGeneration") == cluster["metadata"]["generation"]
             )
             condition = self.conditions().get(kind)
-            return condition if is_current and condition and condition["status"] == status else None
+            if not is_current or condition is None or condition["reason"] == "Serving":
+                return None
+            return condition if condition["status"] == status else None
 
         return self.node.wait(look, timeout)
 

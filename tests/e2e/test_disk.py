@@ -48,7 +48,7 @@ def create_volume(node: NodeCluster, path: Path) -> None:
 def test_missing_volume_is_reported_in_the_status(app, volume):
     ready = app.wait_condition("Ready", "False")
     app.node.wait(lambda: app.conditions()["Ready"]["reason"] in ("Unschedulable", "FailedBinding"), 120)
-    assert "volume" in app.wait_condition("Ready", "False")["message"], ready
+    assert "volume" in app.wait_condition("Degraded")["message"], ready
     create_volume(app.node, volume)
     pod = app.ready_pod()
     claim = app.node.api.get("v1/persistentvolumeclaims", f"{pod.name}-disk", pod.namespace)

@@ -12,6 +12,7 @@ from tests.harness.commands.plugin import LIST_PODS, READ, Commands, kubeconfig_
 from tests.harness.kube import CLUSTERS, EXAMPLE, NAME, Operator, example, new_namespace
 from tests.harness.operator.clusters import (
     ENGINE,
+    condition,
     pods,
     reconcile_once_more,
     wait_quiet,
@@ -77,9 +78,9 @@ def _idle_from_the_start(idle: tuple[str, int], operator: Operator) -> None:
 def test_example_gets_all_children_and_becomes_ready(plane, operator, namespace):
     plane.kubectl("apply", "--namespace", namespace, "--filename", EXAMPLE)
     plane.wait(lambda: all(plane.api.find(kind, name, namespace) for kind, name in CHILDREN))
-    plane.kubectl(
-        "wait", "--namespace", namespace, f"lmcluster/{NAME}", "--for=condition=Ready", "--timeout=300s"
-    )
+    for condition_ in ("Ready", "Progressing=False"):
+        wait = ("--namespace", namespace, f"--for=condition={condition_}", "--timeout=300s")
+        plane.kubectl("wait", f"lmcluster/{NAME}", *wait)
     live = plane.api.get(CLUSTERS, NAME, namespace)
     assert live["status"]["replicas"] == 2
     assert live["status"]["observedGeneration"] == live["metadata"]["generation"]
@@ -100,8 +101,11 @@ def columns(plane: Cluster, namespace: str) -> dict[str, str]:
 def test_kubectl_get_prints_size_readiness_and_memory(plane, operator, shared):
     header, row = plane.kubectl("get", "lmcluster", "--namespace", shared).splitlines()
     columns = dict(zip(header.split(), row.split(), strict=True))
-    printed = {column: columns[column] for column in ("NAME", "DESIRED", "READY", "STATUS", "MEMORY")}
-    assert printed == {"NAME": NAME, "DESIRED": "2", "READY": "2", "STATUS": "Ready", "MEMORY": "64Gi"}
+    printed = {
+        column: columns[column] for column in ("NAME", "DESIRED", "READY", "STATUS", "DEGRADED", "MEMORY")
+    }
+    status = {"STATUS": "Ready", "DEGRADED": "AsDeclared"}
+    assert printed == {"NAME": NAME, "DESIRED": "2", "READY": "2", **status, "MEMORY": "64Gi"}
 
 
 def test_status_and_columns_show_that_no_operator_works(plane, operator, namespace):
@@ -186,9 +190,14 @@ def test_new_image_replaces_every_pod_by_eviction(plane, operator, namespace):
     plane.api.create(CLUSTERS, example(), namespace)
     wait_ready(plane, namespace)
     before, mark = set(pods(plane, namespace)), plane.mark()
+    ready = condition(plane, namespace, "Ready")
     plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"image": "vllm/vllm-openai:v0.31.0"}}}, namespace)
-    plane.wait(lambda: not before & set(pods(plane, namespace)))
+    wait = ("--namespace", namespace, "--for=condition=Progressing=False", "--timeout=300s")
+    plane.kubectl("wait", f"lmcluster/{NAME}", *wait)
+    assert not before & set(pods(plane, namespace))
     wait_ready(plane, namespace)
+    stayed = condition(plane, namespace, "Ready")["lastTransitionTime"] == ready["lastTransitionTime"]
+    assert stayed, "one of two pods served all the time"
     images = {pod["spec"]["containers"][0]["image"] for pod in pods(plane, namespace).values()}
     assert images == {"vllm/vllm-openai:v0.31.0"}
     assert len([w for w in written(plane, operator, mark, namespace) if w.resource == "pods/eviction"]) >= 2

@@ -36,7 +36,7 @@ def test_status_quotes_the_refusal_of_the_api_server(plane, operator, namespace)
     resource["spec"]["engine"]["podTemplate"] = {"metadata": {"labels": {"a": "not a label"}}}
     plane.api.create(CLUSTERS, resource, namespace)
     plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "Refused")
-    assert "spec.template.labels" in condition(plane, namespace, "Ready")["message"]
+    assert "spec.template.labels" in condition(plane, namespace, "Degraded")["message"]
     plane.wait(lambda: ("Warning", "Refused") in cluster_events(plane, namespace))
 
 
@@ -58,7 +58,7 @@ def test_exceeded_quota_is_reported(plane, operator, namespace):
     plane.wait(lambda: "hard" in plane.api.get("v1/resourcequotas", "none", namespace).get("status", {}))
     plane.api.create(CLUSTERS, example(), namespace)
     plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "FailedCreate")
-    assert "exceeded quota: none" in condition(plane, namespace, "Ready")["message"]
+    assert "exceeded quota: none" in condition(plane, namespace, "Degraded")["message"]
 
 
 def test_pod_without_a_node_is_reported_with_its_amounts_and_the_largest_node(plane, operator, namespace):

@@ -206,7 +206,7 @@ class Case:
         assert live is not None
         conditions = {c["type"]: c for c in live.get("status", {}).get("conditions", [])}
         is_observed = live.get("status", {}).get("observedGeneration") == live["metadata"]["generation"]
-        return is_observed and conditions["Ready"]["status"] == "True"
+        return is_observed and conditions["Ready"]["reason"] == "Ready"
 
     async def pods(self) -> Object:
         """Memory annotation and container resources of each pod, by name."""

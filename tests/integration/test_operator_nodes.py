@@ -45,8 +45,8 @@ def test_terminating_pod_on_a_lost_node_is_reported_and_deleted(plane, operator,
 
         def node_lost_message() -> str:
             lose(plane, node, namespace, name, minutes=10)
-            ready = condition(plane, namespace, "Ready")
-            return str(ready["message"]) if ready["reason"] == "NodeLost" else ""
+            degraded = condition(plane, namespace, "Degraded")
+            return str(degraded["message"]) if degraded["reason"] == "NodeLost" else ""
 
         assert f"its node {node} has not been ready" in plane.wait(node_lost_message)
         # The pod is not terminating: its kubelet may return, with the pod still running.

@@ -171,7 +171,7 @@ def test_resize_that_a_namespace_forbids_is_reported_and_reverted(
     operated.declare("4Gi")
     operated.until(lambda: operated.condition("Degraded").get("reason") == "ResizeInfeasible")
     assert message in operated.condition("Degraded")["message"]
-    assert operated.condition("Ready")["status"] == "True"
+    assert operated.condition("Ready")["reason"] == "Ready"
     if spec == LIMIT_RANGE:
         # The API server would set the maximum as the engine's limit, and the kernel could kill the engine.
         operated.declare("2Gi")
@@ -206,7 +206,7 @@ def test_resize_that_a_node_does_not_grant_is_reverted(
         return len(operated.refused_pods()) == 2 and not any(map(_is_asking, operated.pods()))
 
     operated.until(is_reverted)
-    assert operated.condition("Ready")["status"] == "True"
+    assert operated.condition("Ready")["reason"] == "Ready"
 
 
 def _defer(operated: Operated) -> None:

@@ -73,4 +73,4 @@ def test_failed_sidecar_start_is_reported_until_corrected(plane, operator, names
             wait_reported(plane, operator, namespace, "SidecarAttached", "Attached")
             assert condition(plane, namespace, "RemoteTierReachable")["status"] == "True"
             assert condition(plane, namespace, "Degraded")["status"] == "False"
-            assert condition(plane, namespace, "Ready")["status"] == "True"
+            assert condition(plane, namespace, "Ready")["reason"] == "Ready"

@@ -89,7 +89,7 @@ def test_broken_objects_do_not_block_other_clusters(plane, operator, namespace):
     assert found_reasons["broken-types"] == found_reasons["broken-deep"] == "InvalidSpec", found_reasons
     assert found_reasons["broken-large"] == found_reasons["broken-env"] == "AsDeclared", found_reasons
     plane.api.create(CLUSTERS, example(), namespace)
-    plane.wait(lambda: condition(plane, namespace, "Ready").get("status") == "True")
+    plane.wait(lambda: condition(plane, namespace, "Ready").get("reason") == "Ready")
 
 
 def reasons(plane: Cluster, namespace: str, number: int) -> dict[str, str]:

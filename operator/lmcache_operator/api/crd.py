@@ -116,6 +116,7 @@ _COLUMNS = [
     _column("Desired", ".spec.engine.replicas", "integer"),
     _column("Ready", ".status.readyReplicas", "integer"),
     _column("Status", ".status.conditions[?(@.type=='Ready')].reason"),
+    _column("Degraded", ".status.conditions[?(@.type=='Degraded')].reason"),
     _column("Memory", ".spec.tiers.memory.size"),
     _column("Heartbeat", f".status.{HEARTBEAT}", "date"),
     _column("Age", ".metadata.creationTimestamp", "date"),
@@ -127,7 +128,7 @@ _COLUMNS = [
     _column("Remote", ".spec.tiers.remote.external.url", priority=1),
     _column("Shards", ".status.remote.readyShards", "integer", priority=1),
     _column("Recommended", ".status.autoscaling.memory.recommended", priority=1),
-    _column("Message", ".status.conditions[?(@.type=='Ready')].message", priority=1),
+    _column("Message", ".status.conditions[?(@.type=='Degraded')].message", priority=1),
 ]
 
 

@@ -199,6 +199,8 @@ class ComponentStatus:
 
     summary: str = ""
     """Contribution to the message of condition Ready."""
+    serves: bool | None = None
+    """Whether a pod of the component serves; None: requests need none. False makes the cluster unready."""
     progressing: Condition = _COMPLETE
     """Whether the component progresses towards its spec. The cluster shows the least complete component."""
     conditions: Mapping[str, Condition] = field(default_factory=dict)

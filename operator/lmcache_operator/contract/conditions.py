@@ -13,8 +13,8 @@ from lmcache_operator.specs import Object
 Expected = Literal[
     "AsDeclared", "Attached", "Available", "Complete", "Counting", "Encrypted", "EnginesReady", "NoEngine",
     "NotReported", "Pinned", "Reachable", "Ready", "Recommending", "Replacing", "Required", "ResizePending",
-    "Resizing", "RouterReady", "ScaledToZero", "Scaling", "ShardsReady", "Shared", "Sizing", "Starting",
-    "TenantsInUse", "TenantsPending",
+    "Resizing", "RouterReady", "ScaledToZero", "Scaling", "Serving", "ShardsReady", "Shared", "Sizing",
+    "Starting", "TenantsInUse", "TenantsPending",
 ]  # fmt: skip
 """Reasons of conditions that match the spec, or progress towards it."""
 Trouble = Literal[

@@ -12,7 +12,7 @@ from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import ClusterKey
 from lmcache_store.common.units import parse_quantity
 
-_CONDITIONS = ("Ready", "Degraded")
+_CONDITIONS = ("Ready", "Progressing", "Degraded")
 _TIERS = {"memory": metrics.MEMORY_BYTES, "remote": metrics.SHARDS}
 _SIZES = ("current", "recommended")
 

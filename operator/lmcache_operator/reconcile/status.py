@@ -10,7 +10,14 @@ from datetime import datetime
 from itertools import chain
 
 from lmcache_operator.contract.base import ComponentStatus, Plan
-from lmcache_operator.contract.conditions import TROUBLES, Condition, Event, Problem, former_conditions
+from lmcache_operator.contract.conditions import (
+    TROUBLES,
+    Condition,
+    Event,
+    Problem,
+    Reason,
+    former_conditions,
+)
 from lmcache_operator.specs import Object
 
 _MAX_MESSAGE = 4096
@@ -29,7 +36,7 @@ def derive_status(
     """The status of a cluster, merged from those of its components.
 
     ``failures``: problems that occurred while the plans were made or carried out. Without ``statuses`` the
-    result is the former status with these failures. ``doubts``: those that do not make the cluster unready.
+    result is the former status with these failures. ``doubts``: those that never affect the condition Ready.
     """
     if not statuses:
         return _unobserved(resource, now, failures)
@@ -40,12 +47,8 @@ def derive_status(
         (_progressing(*pair) for pair in zip(statuses, plans.values(), strict=True)),
         key=lambda p: (p.status != "True", p.reason == "Complete", not p.message),
     )
-    ready = Condition("True", "Ready", "; ".join(status.summary for status in statuses if status.summary))
-    if problems:
-        ready = Condition("False", *problems[0])
-    elif progressing.status == "True" and progressing.reason != "Resizing":  # pods serve during a resize
-        ready = Condition("False", progressing.reason, progressing.message)
-    degrading = chain(*(status.degraded for status in statuses), doubts)
+    degrading = [*chain(*(status.degraded for status in statuses)), *doubts]
+    ready = _ready(statuses, problems, progressing, degrading)
     conditions = {"Degraded": _degraded([*problems, *degrading]), "Progressing": progressing, "Ready": ready}
     fields: Object = {"observedGeneration": resource["metadata"].get("generation", 0)}
     for status in statuses:
@@ -82,10 +85,36 @@ def events(before: Object, changed: Sequence[Object]) -> Iterator[Event]:
     parts = [kind for kind, condition in new.items() if "False" in (old.get(kind), condition["status"])]
     messages: dict[str, str] = {}
     for kind in (*_SUMMED_UP, *parts):
-        if kind in new and kind != "EngineAvailable":  # it repeats Ready and Progressing
+        # Other Events say why a cluster that serves is no longer complete.
+        is_known = new.get(kind, {}).get("reason") == "Serving" and old.get(kind) == "True"
+        if kind in new and not is_known and kind != "EngineAvailable":  # it repeats Ready and Progressing
             messages.setdefault(new[kind]["reason"], new[kind]["message"])
     for reason, message in messages.items():
         yield Event("Warning" if reason in TROUBLES else "Normal", reason, message)
+
+
+def _ready(
+    statuses: Sequence[ComponentStatus],
+    problems: Sequence[Problem],
+    progressing: Condition,
+    degrading: Sequence[Problem],
+) -> Condition:
+    """Whether requests are served, as with the condition Available of a Deployment. See docs/adr/0057.
+
+    Problems and progress make a cluster unready only if no pod serves. Other conditions have their messages.
+    """
+    served = [status.serves for status in statuses if status.serves is not None]
+    message = "; ".join(status.summary for status in statuses if status.summary)
+    # Pods serve during a resize.
+    moves = progressing.status == "True" and progressing.reason != "Resizing"
+    reasons: list[Reason] = [problem.reason for problem in problems]
+    reasons += [progressing.reason] if moves else []
+    if all(served) and not reasons:
+        return Condition("True", "Ready", message)
+    if served and all(served):
+        return Condition("True", "Serving", message)
+    reasons += [*(problem.reason for problem in degrading), "NoEngineReady"]
+    return Condition("False", reasons[0], message)
 
 
 def _progressing(status: ComponentStatus, plan: Plan) -> Condition:
@@ -105,7 +134,7 @@ def _unobserved(resource: Object, now: datetime, failures: Sequence[Problem]) ->
         return before
     conditions = former_conditions(resource) | {
         "Degraded": _degraded(failures),
-        "Ready": Condition("Unknown", *failures[0]),
+        "Ready": Condition("Unknown", failures[0].reason, "the condition Degraded says what failed"),
     }
     return before | {"conditions": _conditions(resource, now, conditions)}
 

@@ -22,12 +22,14 @@ def condition(plane: Cluster, namespace: str, kind: str) -> Object:
 
 
 def wait_ready(plane: Cluster, namespace: str) -> None:
-    """Wait until the operator has observed the latest spec and reports Ready."""
+    """Wait until the operator has observed the latest spec, and reports that all pods serve it."""
 
     def is_ready() -> bool:
         live = plane.api.get(CLUSTERS, NAME, namespace)
         conditions = live.get("status", {}).get("conditions", [])
-        ready = [c["observedGeneration"] for c in conditions if (c["type"], c["status"]) == ("Ready", "True")]
+        ready = [
+            c["observedGeneration"] for c in conditions if (c["type"], c["reason"]) == ("Ready", "Ready")
+        ]
         return ready == [live["metadata"]["generation"]]
 
     plane.wait(is_ready)

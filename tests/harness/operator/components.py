@@ -103,6 +103,6 @@ class ReconciledCluster:
         (condition,) = [c for c in self.world.resource["status"]["conditions"] if c["type"] == kind]
         return str(condition["message"])
 
-    def ready(self) -> tuple[str, str]:
-        """Status and message of the condition Ready."""
-        return self.condition("Ready")[0], self.message("Ready")
+    def degraded(self) -> tuple[str, str]:
+        """Status and message of the condition Degraded."""
+        return self.condition("Degraded")[0], self.message("Degraded")

@@ -11,7 +11,7 @@ CLUSTER_LABELS = {"namespace": "ns", "name": "c"}
 DISK_LABELS = {**POD_LABELS, "tier": "disk"}
 LEADING, FAILURES = "lmcache_operator_leading", "lmcache_operator_reconcile_failures_total"
 READY = 'lmcache_operator_cluster_condition{condition="Ready", namespace="ns", name="c"'
-DEGRADED = READY.replace("Ready", "Degraded")
+PROGRESSING, DEGRADED = READY.replace("Ready", "Progressing"), READY.replace("Ready", "Degraded")
 DISK = 'tier="disk"'
 ALWAYS_1, ALWAYS_0 = "1x600", "0x600"
 
@@ -105,6 +105,16 @@ def test_every_alert_has_a_case():
 @pytest.mark.parametrize("name", CASES)
 def test_alert_fires_and_resolves_in_time(tmp_path, name):
     assert check(tmp_path, name, CASES[name]) == ""
+
+
+def test_change_that_does_not_end_within_six_hours_needs_attention(tmp_path):
+    series = {
+        PROGRESSING + ', pod="a"}': "0x10 1x100 _x400",
+        PROGRESSING + ', pod="b"}': "_x110 1x300 0x60",
+        PROGRESSING.replace('"c"', '"healthy"') + ', pod="a"}': "1x300 0x200",
+    }
+    case = Case(series, CLUSTER_LABELS, quiet=[20, 300, 365], fires=[390, 410], resolved=[425])
+    assert check(tmp_path, "LMCacheClusterDegraded", case) == ""
 
 
 def test_namespace_that_the_operator_may_not_read_is_a_failure(tmp_path):

@@ -77,16 +77,16 @@ def test_secret_that_a_quota_refuses_is_reported_and_nothing_else_stops() -> Non
     events = len(bench.world.events)
     assert [bench.run() for _ in range(3)] == [["status"], [], []]
     assert bench.world.events[events:] == [("Warning", "Refused")]
-    assert bench.ready()[0] == "True"
+    assert bench.condition("Ready") == ("True", "Ready")
     (degraded,) = (c for c in bench.world.resource["status"]["conditions"] if c["type"] == "Degraded")
     assert degraded["message"] == f"creation of {SECRET}: exceeded quota: q"
 
 
-def test_secret_that_no_right_allows_makes_the_cluster_unready() -> None:
+def test_secret_that_no_right_allows_degrades_the_cluster() -> None:
     bench = ReconciledCluster.settled(sidecar=TOKEN)
     bench.world.failures["create"] = RefusedError("create", "forbidden: User o")
     bench.run()
-    assert bench.ready() == ("False", f"creation of {SECRET}: forbidden: User o")
+    assert bench.degraded() == ("True", f"creation of {SECRET}: forbidden: User o")
 
 
 def test_other_troubles_precede_a_full_quota() -> None:

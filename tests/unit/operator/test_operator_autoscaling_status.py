@@ -101,7 +101,7 @@ def test_auto_reports_each_step_and_the_freeze() -> None:
     frozen = replace(GROWN, limited_by="Frozen", reason="hits stayed below the prediction twice")
     assert rig.decide(frozen, memory=chosen) == ["AutoscalingFrozen"]
     assert rig.active() == ("False", "AutoscalingFrozen")
-    assert rig.ready()[0] == "True"  # engines and cache still serve
+    assert rig.condition("Ready") == ("True", "Ready")  # engines and cache still serve
 
 
 def test_restarted_operator_keeps_the_last_report_until_it_has_samples() -> None:
@@ -130,7 +130,7 @@ def test_invalid_spec_keeps_the_autoscaling_report() -> None:
     rig.decide(GROW)
     before = rig.status(), rig.active()
     rig.change(engine={"args": ["--port=1"]})
-    assert rig.ready()[0] == "False"
+    assert rig.condition("Ready") == ("True", "Serving")
     assert (rig.status(), rig.active()) == before
 
 
@@ -139,7 +139,7 @@ def test_texts_instead_of_sizes_in_the_status_stop_no_reconciliation() -> None:
     rig = Rig()
     rig.world.resource["status"] = {"autoscaling": {"memory": {"current": "no size", "recommended": "1Gi"}}}
     rig.settle()
-    assert rig.ready()[0] == "True"
+    assert rig.condition("Ready") == ("True", "Ready")
     assert samples(metrics.MEMORY_BYTES) == {}
 
 

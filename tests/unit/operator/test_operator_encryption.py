@@ -177,7 +177,7 @@ def test_reports_of_sidecars_become_a_condition(reports: Any, expected: tuple[st
     assert (rig.text.isprintable(), len(rig.text) < 900) == (True, True)
     is_degraded = expected == INVALID
     assert rig.condition("Degraded") == (str(is_degraded), expected[1] if is_degraded else "AsDeclared")
-    assert rig.condition("Ready")[0] == "True", "engines serve"
+    assert rig.condition("Ready") == ("True", "Ready"), "engines serve"
     assert (("Warning", "EncryptionKeysInvalid") in rig.world.events) == is_degraded
     assert rig.text in rig.message("Degraded") or not is_degraded
     assert rig.run() == []

@@ -19,9 +19,9 @@ def test_condition_metrics_exist_until_the_cluster_is_deleted() -> None:
 
     bench = ReconciledCluster()
     bench.reconcile()
-    assert condition_metrics() == {"Ready": 0, "Degraded": 0}
+    assert condition_metrics() == {"Ready": 0, "Progressing": 1, "Degraded": 0}
     bench.settle()
-    assert condition_metrics() == {"Ready": 1, "Degraded": 0}
+    assert condition_metrics() == {"Ready": 1, "Progressing": 0, "Degraded": 0}
     bench.world.resource = cast(Any, None)
     bench.reconcile()
     assert condition_metrics() == {}
@@ -35,11 +35,11 @@ def test_refused_apply_becomes_a_condition_and_no_pods_follow_that_need_the_obje
     assert pauses == [5, 10, 20, 40, 60, 60, 60]
     is_needed = kind != "PodDisruptionBudget"
     assert (STATEFUL_SET in bench.world.objects) is not is_needed
-    assert bench.ready() == ("False", f"{kind} demo-engine: quota exceeded")
+    assert bench.degraded() == ("True", f"{kind} demo-engine: quota exceeded")
     assert ("Warning", "Refused") in bench.world.events
     bench.world.failures.clear()
     bench.settle()
-    assert bench.ready()[0] == "True"
+    assert bench.condition("Ready") == ("True", "Ready")
 
 
 @pytest.mark.parametrize("call", ["get Service", "find Pod", "apply Service", "apply StatefulSet", "evict"])
@@ -56,12 +56,12 @@ def test_persistent_failure_of_any_call_is_reported(call: str) -> None:
         assert ("Warning", "ApiError") not in bench.world.events, "a transient failure is not reported"
         with pytest.raises(ApiError):
             bench.reconcile()
-    assert "failed calling webhook" in bench.ready()[1]
+    assert "failed calling webhook" in bench.message("Degraded")
     assert ("Warning", "ApiError") in bench.world.events
     assert (STATEFUL_SET in bench.world.objects) is has_children, "pods need the other children"
     bench.world.failures.clear()
     bench.settle()
-    assert bench.ready()[0] == "True"
+    assert bench.condition("Ready") == ("True", "Ready")
 
 
 FIRST_FIELDS = {"conditions", "observedGeneration", "replicas", "readyReplicas", "selector"}
@@ -85,7 +85,7 @@ def test_older_crd_gets_the_status_without_the_fields_that_it_lacks(monkeypatch)
     for _ in range(2):
         bench.reconcile()
         bench.world.run_stateful_sets()
-    assert bench.ready()[0] == "True"
+    assert bench.condition("Ready") == ("True", "Ready")
     assert bench.world.resource["status"].keys() <= FIRST_FIELDS
 
 
@@ -102,7 +102,9 @@ def test_spec_of_wrong_types_is_reported_and_keeps_pods(engine: Any, has_pods: b
         assert "InvalidSpec" not in str(bench.world.resource["status"])
         return
     assert ("Warning", "InvalidSpec") in bench.world.events
-    assert bench.ready()[1].startswith("spec.engine" if engine else "spec: model and engine belong together")
+    assert bench.message("Degraded").startswith(
+        "spec.engine" if engine else "spec: model and engine belong together"
+    )
     assert not any(write.startswith(("apply", "delete", "evict")) for write in bench.writes)
 
 
@@ -112,7 +114,7 @@ def test_internal_error_of_the_operator_is_reported() -> None:
     for _ in range(2):
         with pytest.raises(RecursionError):
             bench.reconcile()
-    assert "RecursionError('too deep')" in bench.ready()[1]
+    assert "RecursionError('too deep')" in bench.message("Degraded")
 
 
 def test_pods_of_an_invalid_spec_are_watched_and_abandoned_on_lost_nodes() -> None:
@@ -120,7 +122,7 @@ def test_pods_of_an_invalid_spec_are_watched_and_abandoned_on_lost_nodes() -> No
     bench.world.change(engine={"args": ["--headless"]})
     assert (bench.reconcile() or 0) > 500
     assert bench.message("Degraded").count("--headless") == 1, "also with several components"
-    assert bench.ready()[1].startswith("spec.engine.args")
+    assert bench.message("Degraded").startswith("spec.engine.args")
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
     statuses = [{"name": "engine", "state": waiting}]
     bench.world.pods["demo-engine-0"]["status"] = {"containerStatuses": statuses}
@@ -131,7 +133,7 @@ def test_pods_of_an_invalid_spec_are_watched_and_abandoned_on_lost_nodes() -> No
     assert (bench.reconcile() or 900) < 60
     assert "delete by force demo-engine-1" in bench.writes
     assert "no such image" in str(bench.world.resource["status"])
-    assert bench.ready()[1].startswith("spec.engine.args")
+    assert bench.message("Degraded").startswith("spec.engine.args")
     bench.world.run_stateful_sets(is_ready=False)
     bench.world.set_ready("demo-engine-0", True)
     assert (bench.reconcile() or 900) < 60  # short pauses until the new pod serves
@@ -151,4 +153,4 @@ def test_failed_mount_is_reported_regardless_of_other_pods(first_pod: str) -> No
     event = {"reason": "FailedMount", "message": 'secret "kv" not found', "lastTimestamp": now}
     bench.world.warnings = [event | {"involvedObject": {"uid": second["metadata"]["uid"]}}]
     bench.reconcile()
-    assert bench.ready() == ("False", 'pod demo-engine-1: secret "kv" not found')
+    assert bench.degraded() == ("True", 'pod demo-engine-1: secret "kv" not found')

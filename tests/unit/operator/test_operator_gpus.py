@@ -247,7 +247,7 @@ def test_status_shows_the_transfer_that_sidecars_report() -> None:
         "requested": "CudaIPC", "mode": "SharedMemory", "reason": "SidecarCannotCopy", "message": message,
     }  # fmt: skip
     assert rig.condition("Degraded") == ("True", "CudaIPCUnavailable")
-    assert rig.condition("Ready")[0] == "True"
+    assert rig.condition("Ready") == ("True", "Ready")
     # The same message with other figures is not written again.
     rig.world.writes.clear()
     rig.report_transfer(mode="SharedMemory", reason="error 201 for the mapping 2")

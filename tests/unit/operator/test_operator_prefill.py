@@ -183,9 +183,12 @@ def test_router_uses_prefill_pods_when_the_first_one_is_ready() -> None:
     rig.report(1)
     assert rig.uses_prefill_pods
     rig.roll_out()
+    rig.run()
+    assert rig.conditions()["Ready"] == "True"
     rig.report(0)
     assert rig.uses_prefill_pods, "a router keeps its pools"
     assert "requests to the router fail" in rig.message("PrefillAvailable")
+    assert rig.conditions()["Ready"] == "False"
 
 
 def test_prefill_pods_stay_until_no_router_uses_them() -> None:

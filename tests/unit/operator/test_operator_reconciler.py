@@ -52,7 +52,8 @@ def test_fault_before_a_change_is_reported_as_incomplete(monkeypatch: pytest.Mon
     with pytest.raises(KeyError):
         bench.reconcile()
     by_kind = reasons(bench)
-    assert {by_kind[kind] for kind in ("Ready", "Progressing", "Degraded")} == {"InternalError"}
+    assert {by_kind[kind] for kind in ("Progressing", "Degraded")} == {"InternalError"}
+    assert by_kind["Ready"] == "Serving"
     assert not any(write.startswith("apply") for write in bench.writes)  # also not for injected pods
 
 
@@ -88,11 +89,13 @@ def test_object_of_another_owner_is_never_taken_over() -> None:
     bench.world.objects[Ref("Service", NAME)] = foreign_service
     bench.settle()
     assert bench.world.objects[Ref("Service", NAME)] is foreign_service
-    assert bench.ready()[1].startswith("Service demo exists and does not belong to this LMCacheCluster")
+    assert bench.message("Degraded").startswith(
+        "Service demo exists and does not belong to this LMCacheCluster"
+    )
     assert bench.conditions()["EngineAvailable"] == "True", "other children are applied"
     del bench.world.objects[Ref("Service", NAME)]
     bench.settle()
-    assert bench.ready()[0] == "True"
+    assert bench.condition("Ready") == ("True", "Ready")
 
 
 def test_child_without_labels_is_found_by_its_name() -> None:
@@ -122,7 +125,7 @@ def test_repeatedly_reverted_field_is_contested_and_others_are_applied() -> None
 
     # four times with the field, once without it
     assert num_applied(bench, STATEFUL_SET, scale, times=10, every=1) == 5
-    assert "spec.replicas of StatefulSet demo-engine" in bench.ready()[1]
+    assert "spec.replicas of StatefulSet demo-engine" in bench.message("Degraded")
     bench.world.change(engine={"image": "e:2"})
     bench.reconcile()
     live = bench.world.objects[STATEFUL_SET]["spec"]
@@ -144,10 +147,10 @@ def test_child_that_another_program_deletes_or_takes_over_is_not_applied_for_a_w
             bench.world.objects.pop(ref, None)
 
     assert num_applied(bench, ref, take, times=70, every=0.2) == 3  # the first apply was at creation
-    assert f"deleting or taking over {ref}" in bench.ready()[1]
+    assert f"deleting or taking over {ref}" in bench.message("Degraded")
     bench.seconds += 31
     bench.settle()
-    assert bench.ready()[0] == "True"
+    assert bench.condition("Ready") == ("True", "Ready")
 
 
 def test_two_operators_with_different_renderings_slow_down() -> None:
@@ -159,12 +162,14 @@ def test_two_operators_with_different_renderings_slow_down() -> None:
         annotations["lmcache.io/rendered-hash"] = "of another version"
 
     assert num_applied(bench, STATEFUL_SET, render, times=20, every=0.1) == 4
-    assert "writing a different StatefulSet demo-engine, as a second operator would" in bench.ready()[1]
+    assert "writing a different StatefulSet demo-engine, as a second operator would" in bench.message(
+        "Degraded"
+    )
     bench.world.change(engine={"replicas": 2})
     assert "apply StatefulSet demo-engine" in bench.run(), "a change of the spec is no contest"
     bench.seconds += 700
     bench.settle()
-    assert bench.ready()[0] == "True"
+    assert bench.condition("Ready") == ("True", "Ready")
 
 
 def test_repeated_spec_changes_are_no_contest() -> None:
@@ -298,7 +303,7 @@ def test_sidecars_are_polled_with_growing_pauses_while_one_is_not_ready() -> Non
     bench.answer({"is_ready": False, "not_ready_reason": "bad URL"})
     assert (bench.reconcile(), bench.writes) == (5.0, ["status"])
     assert "SidecarNotReady" in str(bench.world.events)
-    assert bench.ready()[0] == "True"
+    assert bench.condition("Ready") == ("True", "Ready")
     pauses = []
     for number in range(6):  # a changed message is written, but causes no earlier poll
         bench.world.stats["10.0.0.0"]["not_ready_reason"] = f"bad URL {'x' * number}"

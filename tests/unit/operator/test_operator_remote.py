@@ -50,6 +50,33 @@ def test_shards_are_created_with_a_password_and_then_nothing_is_written():
     assert rig.status()["remote"] == {"shards": 2, "readyShards": 2}
 
 
+def test_remote_tier_without_engines_is_ready_while_a_shard_serves():
+    rig = Rig()
+    rig.world.resource["spec"] = {"tiers": managed()}
+    rig.run(is_ready=False)
+    rig.run(is_ready=False)
+    first, second = rig.world.pods
+    assert rig.condition("Ready") == ("False", "Starting")
+    rig.world.set_ready(first, True)
+    assert (rig.condition("Ready"), rig.condition("Progressing")) == (
+        ("True", "Serving"),
+        ("True", "Starting"),
+    )
+    rig.world.set_ready(second, True)
+    rig.run()
+    assert rig.condition("Ready") == ("True", "Ready")
+    rig.declare(2, memoryPerShard="much")
+    rig.run()
+    assert (rig.condition("Ready"), rig.condition("Degraded")) == (
+        ("True", "Serving"),
+        ("True", "InvalidSpec"),
+    )
+    for name in (first, second):
+        rig.world.set_ready(name, False)
+    rig.run()
+    assert rig.condition("Ready") == ("False", "InvalidSpec")
+
+
 def test_added_shards_are_listed_when_all_are_ready():
     rig = Rig.settled()
     rig.declare(4)
@@ -158,7 +185,7 @@ def test_shard_on_a_lost_node_is_abandoned_and_stays_listed():
     rig.nodes = {"gone": None}
     assert (rig.run(), rig.plans["remote"].abandon) == ([], (pod,))
     assert rig.condition("RemoteTierAvailable") == ("False", "ShardsMissing")
-    assert rig.condition("Ready") == ("False", "NodeLost")
+    assert rig.condition("Degraded") == ("True", "NodeLost")
     del rig.world.pods["demo-remote-1"]
     rig.settle()
     assert (rig.condition("RemoteTierAvailable"), rig.list) == (("True", "ShardsReady"), (3, 0))

@@ -153,11 +153,12 @@ def status_with(**status: Any) -> Any:
 def test_status_follows_the_deployment() -> None:
     starting = status_with(observedGeneration=3)
     assert starting.conditions["RouterAvailable"][:2] == ("False", "RouterNotReady")
-    assert starting.progressing[:2] == ("True", "Starting")
+    assert (starting.progressing[:2], starting.serves) == (("True", "Starting"), False)
     assert not starting.degraded
     ready = status_with(observedGeneration=3, readyReplicas=2)
     assert ready.conditions["RouterAvailable"][:2] == ("True", "RouterReady")
     assert (ready.progressing[:2], ready.summary) == (("False", "Complete"), "2 of 2 routers are ready")
+    assert ready.serves
     assert ready.fields == {"router": {"pools": 1, "replicas": 2, "readyReplicas": 2}}
     assert status_with(observedGeneration=2, readyReplicas=2).progressing[:2] == ("True", "Starting")
 

@@ -125,23 +125,34 @@ def test_status_of_a_settled_cluster() -> None:
 def test_status_while_pods_start_scale_and_are_replaced() -> None:
     world = settled_world(engine={"replicas": 2})
     world.set_ready("demo-engine-0", False)
-    assert condition(status_of(world), "Ready") == ("False", "Starting")
+    assert condition(status_of(world), "Progressing") == ("True", "Starting")
+    assert condition(status_of(world), "Ready") == ("True", "Serving")
+    assert "1 of 2 engine pods are ready" in str(status_of(world))
     assert condition(status_of(world), "EngineAvailable") == ("True", "EnginesReady")
     world.change(engine={"replicas": 3})
     assert condition(status_of(world), "Progressing") == ("True", "Scaling")
-    assert condition(status_of(outdated_world()), "Ready") == ("False", "Replacing")
+    assert condition(status_of(world), "Ready") == ("True", "Serving")
+    outdated = status_of(outdated_world())
+    assert condition(outdated, "Progressing") == ("True", "Replacing")
+    assert condition(outdated, "Ready") == ("True", "Serving")
+    world.set_ready("demo-engine-1", False)
+    assert condition(status_of(world), "Ready") == ("False", "Scaling")
     assert condition(status_of(World(cluster())), "EngineAvailable") == ("False", "NoEngineReady")
     empty = status_of(settled_world(engine={"replicas": 0}))
     assert condition(empty, "EngineAvailable") == ("False", "ScaledToZero")
 
 
-def test_problems_are_listed_and_make_the_cluster_unready() -> None:
+def test_problems_are_listed_and_make_a_cluster_unready_that_does_not_serve() -> None:
     world = settled_world()
     taken_names = frozenset({Ref("Service", "demo")})
     status = status_of(world, (Problem("Refused", "no quota"),), taken=taken_names)
-    assert condition(status, "Ready") == ("False", "NameTaken")
+    assert condition(status, "Ready") == ("True", "Serving")
     degraded = next(c for c in status["conditions"] if c["type"] == "Degraded")
     assert degraded["message"].endswith("rename this cluster; no quota")
+    world.set_ready(POD, False)
+    status = status_of(world, (Problem("Refused", "no quota"),), taken=taken_names)
+    assert condition(status, "Ready") == ("False", "NameTaken")
+    assert str(status).count("rename this cluster") == 1, "the text stands in one condition"
 
 
 def test_pods_with_the_previous_size_are_counted_until_replaced() -> None:

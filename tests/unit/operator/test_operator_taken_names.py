@@ -108,7 +108,7 @@ def test_name_that_the_spec_does_not_need_may_be_taken() -> None:
         if ref.name in ("demo-remote", "demo-router", "demo-peers", "demo-prefill"):
             bench.world.objects[ref] = foreign(ref)
     bench.settle()
-    assert bench.ready()[0] == "True"
+    assert bench.condition("Ready") == ("True", "Ready")
 
 
 def test_component_without_a_part_in_the_spec_is_deleted_although_a_name_is_taken() -> None:

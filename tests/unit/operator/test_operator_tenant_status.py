@@ -192,7 +192,7 @@ def test_invalid_spec_keeps_the_former_list() -> None:
     before = rig.listed()
     rig.world.change(tenants={"default": {"memoryPercent": 1000}})
     rig.answer(report(default=(100, 90, 500)))
-    assert (rig.listed(), rig.conditions()["Ready"]) == (before, "False")
+    assert (rig.listed(), rig.conditions()["Degraded"]) == (before, "True")
 
 
 # -- the condition TenantsKnown while the kubelet updates the file with the tenants in running pods
@@ -304,7 +304,7 @@ def test_invalid_spec_keeps_the_former_condition_but_reports_problems(problem: s
     rig = FollowedFile()
     rig.report(0, tenants_problem=problem, tenants_digest="0" * 64)
     rig.change_share(1000)
-    assert rig.conditions()["Ready"] == "False"
+    assert rig.conditions()["Degraded"] == "True"
     assert rig.known == (("False", "TenantsInvalid") if problem else IN_USE)
     (known,) = [c for c in rig.world.resource["status"]["conditions"] if c["type"] == "TenantsKnown"]
     if not problem:
@@ -315,4 +315,4 @@ def test_file_that_could_not_be_written_is_pending() -> None:
     rig = FollowedFile()
     rig.world.failures["apply ConfigMap"] = RefusedError("apply ConfigMap", "no")
     rig.change_share(30)
-    assert (rig.conditions()["Ready"], rig.known) == ("False", PENDING)
+    assert (rig.conditions()["Degraded"], rig.known) == ("True", PENDING)

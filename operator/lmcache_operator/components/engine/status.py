@@ -53,6 +53,7 @@ def engine_status(observed: Observed, plan: Plan) -> ComponentStatus:
     troubles = [condition for condition in failed if condition.reason in TROUBLES]
     return ComponentStatus(
         summary=summary,
+        serves=num_ready > 0 if desired or num_ready else None,
         progressing=_progressing(observed, plan, desired, num_ready, count),
         conditions={"EngineAvailable": _engine_available(desired, num_ready, summary), **conditions},
         degraded=(

@@ -74,6 +74,7 @@ class PrefillPods(Component):
         progressing = _progressing(child, conditions.get("Progressing", {}), count)
         return ComponentStatus(
             summary=count,
+            serves=num_ready > 0 if is_used else None,
             progressing=_DELETED_LATER if is_used and not is_declared else progressing,
             conditions={_AVAILABLE: available},
             degraded=(problem,) if degraded.get("status") == "True" else (),

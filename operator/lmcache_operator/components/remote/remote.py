@@ -106,9 +106,11 @@ class Remote(Component):
 
     def status(self, observed: Observed, plan: Plan) -> ComponentStatus:
         """Status of the shards. Whether sidecars reach them is in the engine's conditions."""
+        is_alone = self.observes_users(observed.resource)
+        serves = any(map(is_ready, observed.pods)) if is_alone else None
         if "shards" not in plan.fields:
             former = _former_status(observed) if observed.children else _external_usage(observed)
-            return replace(former, degraded=tuple(self._not_shared(observed)))
+            return replace(former, degraded=tuple(self._not_shared(observed)), serves=serves)
         num_wanted, shards = plan.fields["wanted"], plan.fields["shards"]
         num_ready = sum(is_ready(pod) and _number(pod) < shards.current for pod in observed.pods)
         count = f"{num_ready} of {shards.current} shards of the remote tier are ready"
@@ -122,6 +124,7 @@ class Remote(Component):
             fields |= {"previousShards": shards.previous, "previousUntil": utc(shards.until)}
         return ComponentStatus(
             summary=count,
+            serves=serves,
             progressing=_progressing(observed, plan, num_wanted, shards, num_ready, count),
             conditions={_AVAILABLE: available},
             degraded=tuple(kill_problems(observed)),

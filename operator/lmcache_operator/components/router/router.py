@@ -86,6 +86,7 @@ class Routing(Component):
             progressing = Condition("True", "Starting", count)
         return ComponentStatus(
             summary=count,
+            serves=num_ready > 0 if wanted else None,
             progressing=progressing,
             conditions=conditions,
             degraded=(Problem("RouterNotReady", f"{count}: {is_stuck}"),) if is_stuck else (),
