@@ -128,7 +128,7 @@ _COLUMNS = [
     _column("Remote", ".spec.tiers.remote.external.url", priority=1),
     _column("Shards", ".status.remote.readyShards", "integer", priority=1),
     _column("Recommended", ".status.autoscaling.memory.recommended", priority=1),
-    _column("Message", ".status.conditions[?(@.type=='Degraded')].message", priority=1),
+    _column("Message", ".status.conditions[?(@.type=='Ready')].message", priority=1),
 ]
 
 
