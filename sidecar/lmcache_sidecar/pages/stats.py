@@ -286,7 +286,7 @@ LOOKUPS: tuple[Figure[LookupSampler], ...] = (
         lambda samples: samples.kv_bytes_per_token),
     Figure("engine_kv_bytes", "Bytes of the engines' own KV caches, of all ranks",
         lambda samples: sum(client.peer.hello.kv_bytes for client in samples.followed())),
-    Figure("gpus", "GPUs of the engines: attached workers, with one GPU each",
+    Figure("gpus", "Attached workers of the engines: one for each GPU, or for each process on CPUs",
         lambda samples: sum(client.peer.is_worker for client in samples.followed())),
     Figure("prefill_tokens_per_second", "Prompt tokens that the engines compute per second; 0: not known",
         lambda samples: round(sum(client.prefill_tokens_per_second for client in samples.followed()))),

@@ -28,9 +28,11 @@ def overview(
     if not total:
         yield "No prompt was counted yet: send a request to the engine."
         return
-    computed = num_computed(tokens)
-    shares = percent(total - computed, total), percent(computed, total)
-    yield "{:,} tokens of prompts: {} loaded, {} computed.".format(total, *shares)
+    computed, engine = num_computed(tokens), tokens.get("engine", 0)
+    loaded = f"{percent(total - computed - engine, total)} loaded"
+    if engine:
+        loaded += f", {percent(engine, total)} in {HITS['engine']}"
+    yield f"{total:,} tokens of prompts: {loaded}, {percent(computed, total)} computed."
     yield ""
     yield from _rows("LOADED FROM", HITS, tokens, total)
     yield from _rows("COMPUTED BECAUSE", COMPUTED, tokens, total)

@@ -59,7 +59,8 @@ def test_no_prompt_is_said_so():
 
 def test_overview_shows_every_cause_with_its_share():
     shown = text(causes({"64": 10}, **dict.fromkeys([c for c in CAUSES if c != "diverged"], 10)))
-    assert shown.startswith("190 tokens of prompts: 26 % loaded, 74 % computed.")
+    shares = "21 % loaded, 5 % in the engine's own cache, 74 % computed."
+    assert shown.startswith(f"190 tokens of prompts: {shares}")
     for title in (*HITS.values(), *COMPUTED.values()):
         assert title in shown
     assert all(len(line) <= 120 for line in shown.splitlines())
