@@ -1,6 +1,7 @@
 """The chart, installed by Helm into a real API server: objects, rights, upgrades and uninstalls."""
 
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from tests.harness.kube import (
 )
 from tests.harness.operator.clusters import wait_ready
 from tools.kube import binaries, schemas
+from tools.provenance.statement import REPOSITORY
+from tools.sources import ROOT
 
 pytestmark = pytest.mark.kube
 
@@ -54,6 +57,14 @@ def test_install_upgrade_uninstall_keep_the_objects_of_users(fresh, tmp_path):
     notes = fresh.helm("install", "cache", earlier, "--namespace", "system", "--create-namespace")
     assert "kubectl -n system rollout status deployment/cache-lmcache-operator" in notes
     assert "keeps the LMCacheCluster definition" in notes
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    raw = f"{REPOSITORY.replace('github', 'raw.githubusercontent')}/v{version}/"
+    files = re.findall(rf"kubectl apply -f {re.escape(raw)}(\S+)\n", notes)
+    assert files == ["examples/cpu.yaml", "examples/qwen3-0.6b.yaml"]
+    assert all((ROOT / file).is_file() for file in files)
+    assert f"pip install 'lmcache-cluster[operator] @ git+{REPOSITORY}@v{version}'" in notes
+    commands = re.findall(r"kubectl lmcache (\w+)", notes)
+    assert commands == ["status", "doctor"]
 
     def is_served() -> bool:  # `kubectl wait` fails at once while there are no conditions yet
         status = fresh.api.get(CRD_KIND, CRD).get("status", {})

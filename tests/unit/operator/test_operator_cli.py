@@ -49,6 +49,31 @@ def test_examples_contain_the_secrets_and_claims_that_they_use(example, capsys):
         assert set(re.findall(rf"{field}: (\S+)", rendered)) <= existing
 
 
+@pytest.mark.parametrize(("name", "num_cpus"), [("cpu", 0.8), ("qwen3-0.6b", 2.0)])
+def test_small_examples_say_what_they_request(name, num_cpus, capsys) -> None:
+    """On a node of kind with two CPUs, Kubernetes itself requests 0.95 of them, and the operator 0.1."""
+    file = ROOT / "examples" / f"{name}.yaml"
+    main(["render", "-f", str(file)])
+    objects = {manifest["kind"]: manifest for manifest in yaml.safe_load_all(capsys.readouterr().out)}
+    pod = objects["StatefulSet"]["spec"]["template"]["spec"]
+    sidecars = [each for each in pod["initContainers"] if each.get("restartPolicy") == "Always"]
+    requests = [each["resources"].get("requests", {}) for each in (*sidecars, *pod["containers"])]
+    cpus = sum(number(each.get("cpu", 0)) for each in requests)
+    gigabytes = sum(number(each.get("memory", 0)) for each in requests) / 2**30
+    said = f"requests {cpus:.1f} CPUs and {gigabytes:.1f} GiB of memory"
+    assert said in " ".join(file.read_text().replace("#", "").split())
+    assert cpus <= num_cpus
+    assert gigabytes <= 9
+
+
+def number(amount: str | int) -> float:
+    """An amount of Kubernetes, such as 100m or 2Gi."""
+    units = {"m": 1e-3, "Mi": 2.0**20, "Gi": 2.0**30}
+    matched = re.fullmatch(r"([0-9.]+)(\D*)", str(amount))
+    assert matched
+    return float(matched[1]) * units.get(matched[2], 1)
+
+
 def test_monitoring_example_selects_the_engine_pods(capsys: pytest.CaptureFixture[str]) -> None:
     monitor = yaml.safe_load((ROOT / "examples" / "monitoring.yaml").read_text())["spec"]
     main(["render", "-f", str(ROOT / "examples" / "qwen3-0.6b.yaml")])
