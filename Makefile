@@ -106,7 +106,7 @@ docs: ## serve the documentation site at http://127.0.0.1:8000; it follows your 
 	@tools/setup.sh base
 	@$${PYTHON:-python3} -m tools.docs serve
 
-format: setup ## format the code, and apply fixes of the linter
+format: setup-light ## format the code, and apply fixes of the linter
 	@.venv/bin/ruff check -q --fix . ; .venv/bin/ruff format -q .
 
 generate: setup ## generate the wire contract's code, the CRDs and the reference pages

@@ -12,6 +12,8 @@ renew_hashes() {
 }
 renew_hashes tools/requirements/engine.txt
 compile pyproject.toml --extra sidecar --extra operator --extra dev --output-file tools/requirements/dev.txt
+# The hooks before a commit use the same linter.
+sed -i "s/^    rev: .*/    rev: v$(sed -n 's/^ruff==\([^ ]*\).*/\1/p' tools/requirements/dev.txt)/" .pre-commit-config.yaml
 echo 'torch==2.13.0' | compile --output-file tools/requirements/torch.txt -
 
 # Packages of the images: the same versions, and for the operator no packages of the storage core.

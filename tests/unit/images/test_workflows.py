@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lmcache_cli.commands import COMMANDS
 from tests.fuzz.target import names
 from tools.provenance.distributions import IMAGES
+from tools.provenance.statement import REPOSITORY
 
 ROOT = Path(__file__).resolve().parents[3]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -85,3 +87,41 @@ def test_commands_are_valid_shell(path):
     for job in yaml.safe_load(path.read_text())["jobs"].values():
         for step in job.get("steps", ()):
             subprocess.run(["bash", "-n", "-c", re.sub(r"\${{.*?}}", "x", step.get("run", ""))], check=True)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda p: p.stem
+)
+def test_issue_forms_parse_and_name_what_exists(path):
+    text = path.read_text()
+    form = yaml.safe_load(text)
+    commands = re.findall(r"kubectl lmcache (\w+)", text)
+    assert set(commands) <= COMMANDS.keys()
+    pages = re.findall(rf"{REPOSITORY}/(\S+?)[)\s]", text)
+    assert all(
+        page == "security/advisories/new" or (ROOT / page.removeprefix("blob/main/")).exists()
+        for page in pages
+    )
+    if path.stem == "config":
+        return
+    assert {"name", "description", "labels", "body"} == form.keys()
+    fields = [part["id"] for part in form["body"] if part["type"] != "markdown"]
+    assert len(set(fields)) == len(fields) > 0
+    if path.stem == "bug":
+        required = {part["id"] for part in form["body"] if part.get("validations", {}).get("required")}
+        assert {"report", "versions"} <= required
+        assert commands == ["doctor", "report"]
+
+
+def test_owner_of_all_files_is_a_team_of_the_repositorys_organisation():
+    organisation = REPOSITORY.rsplit("/", 2)[1]
+    lines = (ROOT / ".github" / "CODEOWNERS").read_text().splitlines()
+    assert [line for line in lines if not line.startswith("#")] == [f"* @{organisation}/maintainers"]
+
+
+def test_hooks_before_a_commit_use_the_pinned_linter():
+    """Another version would format the same code differently."""
+    [ruff] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    pinned = re.findall(r"^ruff==(\S+)", (ROOT / "tools/requirements/dev.txt").read_text(), re.MULTILINE)
+    assert [ruff["rev"].removeprefix("v")] == pinned
+    assert [hook["id"] for hook in ruff["hooks"]] == ["ruff-check", "ruff-format"]
