@@ -201,7 +201,7 @@ def terminal(plane, chart, machine, namespace, tmp_path) -> Iterator[Terminal]:
             f"{registry} --version {VERSION}": str(chart),
             "CHART": str(chart),
             "NAMESPACE": namespace,
-            "https://raw.githubusercontent.com/lmcache-cluster/lmcache-cluster/main/": "",
+            f"https://raw.githubusercontent.com/lmcache-cluster/lmcache-cluster/v{VERSION}/": "",
             "localhost:8000": f"localhost:{machine.api_port}",
             "localhost:9464": f"localhost:{machine.sidecar_port}",
             "--timeout=1h": "--timeout=60s",
@@ -260,21 +260,17 @@ def test_get_started_on_a_cluster(plane, terminal, tmp_path):
 @pytest.mark.parametrize("name", sorted(HOW_TO.keys() - {"uninstall"}))
 def test_how_to(plane, operator, terminal, namespace, name):
     page = HOW_TO[name]
-
-    def after(fence: Fence) -> None:
-        if "kubectl patch lmcluster" in fence.text:
-            plane.wait(lambda: has_processed(plane.api.get(CLUSTERS, page.name, namespace)))
-
     with published(plane, 8, page.gpus) if page.gpus else nullcontext():
         prepare(plane, terminal, namespace, page)
-        printed = run(terminal, DOCS / "how-to" / f"{name}.md", after)
+        printed = run(terminal, DOCS / "how-to" / f"{name}.md", waits(plane, namespace, page))
     assert printed.count("No resources found") == page.num_absent, printed
 
 
 @pytest.mark.parametrize("name", sorted(GUIDES))
 def test_guide(plane, operator, terminal, namespace, name):
-    prepare(plane, terminal, namespace, GUIDES[name])
-    run(terminal, DOCS / "guides" / f"{name}.md")
+    page = GUIDES[name]
+    prepare(plane, terminal, namespace, page)
+    run(terminal, DOCS / "guides" / f"{name}.md", waits(plane, namespace, page))
 
 
 def test_uninstall(plane, operator, terminal, namespace):
@@ -291,10 +287,20 @@ def test_uninstall(plane, operator, terminal, namespace):
     run(terminal, UNINSTALL, after)
 
 
-def has_processed(cluster: Object) -> bool:
-    """Whether the operator has processed the present spec."""
-    generation: int = cluster["metadata"]["generation"]
-    return cluster["status"]["observedGeneration"] == generation
+def waits(plane: Cluster, namespace: str, page: Page) -> Callable[[Fence], None]:
+    """A function that waits until the operator has processed the page's changes of its LMCacheCluster."""
+
+    def has_processed() -> bool:
+        cluster = plane.api.find(CLUSTERS, page.name, namespace) if page.name else None
+        if cluster is None:
+            return True
+        generation: int = cluster["metadata"]["generation"]
+        return cluster["status"]["observedGeneration"] == generation
+
+    def after(_: Fence) -> None:
+        plane.wait(has_processed)
+
+    return after
 
 
 def prepare(plane: Cluster, terminal: Terminal, namespace: str, page: Page) -> None:

@@ -22,6 +22,7 @@ from tests.harness.commands.command_world import (
     pod,
     stats,
 )
+from tests.harness.fences import difference, output
 from tests.unit.explain.test_merge import ANY
 
 
@@ -54,6 +55,21 @@ def test_screen_shows_pods_tiers_and_next_steps() -> None:
     assert "9 % of all prompt tokens were stored before, were evicted" in shown
     assert "kubectl lmcache explain -n team demo" in shown
     assert "doctor" not in shown
+
+
+def test_get_started_shows_the_screen_after_one_hit() -> None:
+    """Qwen3 0.6B has 112 KiB of KV per token. Eight chunks of the prompt were computed once and hit once."""
+    tokens = {"prompt_tokens": 4504, "cause_tokens": {"memory": 2048, "new": 2048, "tail": 408}}
+    causes = stats()["causes"] | tokens
+    memory = {"size_bytes": 2 * GiB, "used_bytes": 8 * 256 * (112 << 10)}
+    pod_figures = figures(memory=memory, remote=None, causes=causes, lookups={"engine_kv_bytes": GiB})
+    shown = text(gathered(pod_figures, tiers={"memory": {"size": "2Gi"}}))
+    expected = output("get-started/cluster.md", "lmcache status")
+    for name, here in (("default/", "team/"), ("qwen3-cpu", "demo")):
+        expected = expected.replace(name, here)
+    assert not difference(expected, shown)
+    assert "224Mi of 2Gi" in expected
+    assert "224Mi of 2Gi" in shown
 
 
 def test_remote_tier_is_shared_and_other_tiers_add_up() -> None:
