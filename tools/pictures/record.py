@@ -24,6 +24,7 @@ from lmcache_cli.commands import connection
 from lmcache_cli.commands.gather import Gathered, gather
 from testing.child_process import free_port, reachable_address
 from testing.engine.process import ServedEngine, connector_config
+from testing.engine.tiny_model import tiny_model
 from testing.kube.cluster import Cluster
 from testing.kube.operator import SERVICE_ACCOUNT, SYSTEM_NAMESPACE, Operator
 from testing.processes import RedisProcess, SidecarProcess
@@ -172,7 +173,11 @@ def main() -> None:
         # The API server closes connections that were idle for minutes, so it starts here.
         cluster = stack.enter_context(Cluster(bin_dir=machine.directory(binaries.CLUSTER)))
         recording = document(shown(cluster, address, folder), answers)
-    RECORDING.write_text(json.dumps(recording, separators=(",", ":")) + "\n")
+    text = json.dumps(recording, separators=(",", ":"))
+    paths = {tiny_model(): "tiny", sidecar.folder: "/dev/shm/lmcache", redis.folder: "/run/redis"}
+    for path, name in paths.items():  # paths of this machine
+        text = text.replace(str(path), name)
+    RECORDING.write_text(text + "\n")
     print(f"wrote {RECORDING.relative_to(ROOT)}; now run `make generate`")
 
 
