@@ -3,7 +3,7 @@
 Saved GPU time has the price that the sizing of tiers uses: one token is worth ``gpus * gpu_hour / 3600 /
 prefill_tokens_per_second``. The sidecar divides tokens by the speed of their engine when it counts them.
 
-The time to the first token is compared between requests of like length: the lengths of their prompts lie
+The time to the first token is compared between requests of similar length: the lengths of their prompts lie
 between the same powers of two.
 """
 
@@ -74,7 +74,7 @@ class Benefit(NamedTuple):
     gpu_hours: float
     saved_usd: float
     wait_seconds: float
-    """Seconds for which requests were held back, all together."""
+    """Seconds for which requests were held back, in total."""
     load_seconds: float
     """Seconds of all loads."""
     gib_hours: Mapping[str, float]
@@ -84,7 +84,7 @@ class Benefit(NamedTuple):
     num_hits: int
     """Requests that loaded tokens and whose first token was measured."""
     saved_latency: SavedLatency | None
-    """Time that hits save; None: not known, because no request of like length without a hit was seen."""
+    """Time that hits save; None: not known, because no request of similar length without a hit was seen."""
 
     @property
     def net_usd(self) -> float:

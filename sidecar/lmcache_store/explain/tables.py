@@ -89,7 +89,7 @@ def benefit(saved: Benefit, has_gpus: bool = True) -> Iterator[str]:
     if has_gpus and saved.uptime_seconds >= LEAST_SECONDS and usd(saved.saved_usd) != usd(0):
         yield from _money(saved)
     waits = format_seconds(saved.wait_seconds), format_seconds(saved.load_seconds)
-    yield "Requests waited {} for rows or memory, and spent {} loading, all together.".format(*waits)
+    yield "In total, requests waited {} for rows or memory, and spent {} on loads.".format(*waits)
     yield from wrap(_saved_latency(saved), _WIDTH)
 
 
@@ -123,13 +123,13 @@ def latency_sentence(p50: float, p95: float) -> str:
 def _saved_latency(saved: Benefit) -> str:
     if saved.saved_latency is None:
         return (
-            "Time to the first token that hits save: not known. The sidecars saw no requests with hits "
-            "and requests of like length without hits."
+            "How much earlier a hit gives the first token is not known, because the sidecars saw no requests "
+            "of similar length with and without hits."
         )
     p50, p95, number = saved.saved_latency
     return (
         f"{latency_sentence(p50, p95)} "
-        f"{number:,} of {saved.num_hits:,} requests with hits were compared with requests of like length."
+        f"{number:,} of {saved.num_hits:,} requests with hits were compared with requests of similar length."
     )
 
 
