@@ -12,7 +12,6 @@ import base64
 import contextlib
 import itertools
 import logging
-import math
 import os
 import platform
 import signal
@@ -30,12 +29,14 @@ from lmcache_operator.api import HEARTBEAT
 from lmcache_operator.autoscaling.poller import Poller
 from lmcache_operator.components.registry import COMPONENTS, kinds_of
 from lmcache_operator.contract.base import Context
-from lmcache_operator.election import Elector, LeaseName
+from lmcache_operator.election import Elector, LeaseName, new_identity
 from lmcache_operator.errors import ApiError, RefusedError
-from lmcache_operator.kube.client import KubeApi, WriteFence, connect
+from lmcache_operator.kube.client import KubeApi, connect
+from lmcache_operator.kube.fence import WriteFence
 from lmcache_operator.kube.watch import login
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.reconciler import Reconciler
+from lmcache_operator.shared_leases import SharedLeases
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import CERTIFICATE, CLUSTER, PROFILE, SECRET, ClusterKey, Kind, owner_key
 from lmcache_operator.specs.merge import dig
@@ -86,23 +87,28 @@ async def run(
     async with health.serve(health_port):
         if lease is None:
             metrics.LEADING.set(1)
-            await _work(context, namespaces, health, lease)
+            await _work(context, namespaces, health)
             return
         async with connect() as api:
-            elector = Elector(api, lease, os.environ.get("POD_NAME") or platform.node())
-            await elector.lead(lambda: _work(context, namespaces, health, lease, elector.seconds_left))
+            elector = Elector(api, lease, new_identity(os.environ.get("POD_NAME") or platform.node()))
+            shared = SharedLeases(api, elector, namespaces)
+
+            async def work() -> None:
+                await _work(context, namespaces, health, shared, await token_key(api, lease))
+
+            await shared.lead(work)
 
 
 async def _work(
     context: Context,
     namespaces: Sequence[str],
     health: Health,
-    lease: LeaseName | None,
-    fence: WriteFence = lambda: math.inf,
+    shared: SharedLeases | None = None,
+    key: bytes = b"",
 ) -> None:
     async with (
-        connect(fence) as api,
-        StatsClient(key=(key := await token_key(api, lease))) as stats,
+        connect(shared or WriteFence()) as api,
+        StatsClient(key=key) as stats,
         StatsClient(seconds=_POLL_SECONDS, key=key) as patient,
     ):
         poller = Poller(patient, lambda key: queue.wake(key))
@@ -110,7 +116,8 @@ async def _work(
             api, context, stats.read,
             token_of=stats.token, autoscaler=poller, wake=lambda key: queue.wake(key),
         )  # fmt: skip
-        queue = KeyedQueue(reconciler.reconcile, num_workers=_NUM_WORKERS, rest=reconciler.rest)
+        work = shared.guarded(reconciler.reconcile) if shared else reconciler.reconcile
+        queue = KeyedQueue(work, num_workers=_NUM_WORKERS, rest=reconciler.rest)
 
         async def settle() -> None:
             await poller.close()
@@ -134,14 +141,12 @@ async def _work(
             await settle()
 
 
-async def token_key(api: KubeApi, lease: LeaseName | None) -> bytes:
+async def token_key(api: KubeApi, lease: LeaseName) -> bytes:
     """Return the key of the operator's tokens for sidecars, from the Secret in its own namespace.
 
-    The operator creates this Secret, which is the only one that it may read. Empty: the API server refuses,
-    or the operator has no Lease and therefore no namespace. Sidecars that ask for a token then refuse it.
+    The operator creates this Secret, which is the only one that it may read. Empty: the API server refuses.
+    Sidecars that ask for a token then refuse the operator.
     """
-    if lease is None:
-        return b""
     name = f"{lease.name}-pages-key"
     metadata = {"name": name, "namespace": lease.namespace, "labels": {MANAGED_BY_LABEL: FIELD_MANAGER}}
     secret: Object = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata}

@@ -11,6 +11,7 @@ can have waited that long by then. A process that was frozen notices the end of 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import random
@@ -21,7 +22,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from lmcache_operator import metrics
-from lmcache_operator.errors import LeaseLostError
+from lmcache_operator.errors import ApiError, LeaseLostError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import LEASE
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 LEASE_SECONDS = 15.0
 _TRY_SECONDS = 5.0
 """Timeout of one attempt to read and write the Lease."""
-_RETRY_SECONDS = 2.0
+RETRY_SECONDS = 2.0
 _RELEASED_SECONDS = 1
 """Duration in a Lease that its holder released; client-go writes the same."""
 # A missing Lease is created without a holder, and then waited for: a deleted Lease may still have a holder.
@@ -50,6 +51,11 @@ def _boot_time() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)  # includes time in which the machine sleeps
 
 
+def new_identity(pod: str) -> str:
+    """Return the identity of an operator process in a pod."""
+    return f"{pod}_{uuid.uuid4().hex[:8]}"
+
+
 class _LeaseVersion(NamedTuple):
     """The latest version of the Lease that this operator read."""
 
@@ -62,12 +68,19 @@ class Elector:
     """One operator's part in the election. ``seconds_left`` is the fence for all writes of the leader."""
 
     def __init__(
-        self, api: KubeApi, lease: LeaseName, pod: str, *, clock: Callable[[], float] = _boot_time
+        self,
+        api: KubeApi,
+        lease: LeaseName,
+        identity: str,
+        *,
+        advice: str = "",
+        clock: Callable[[], float] = _boot_time,
     ) -> None:
-        self._api = api
-        self._lease_name = lease
-        self.identity = f"{pod}_{uuid.uuid4().hex[:8]}"
-        self._clock = clock
+        """``advice``: what an administrator can do while another operator holds the Lease; empty: nothing."""
+        self._api, self._advice = api, advice
+        self.lease_name = lease
+        self.identity = identity
+        self.clock = clock
         self._last_version = _LeaseVersion("", clock())
         self._stored: Object | None = None
         """The Lease as this operator wrote it; None if it may have changed since."""
@@ -78,7 +91,7 @@ class Elector:
 
     def seconds_left(self) -> float:
         """Seconds in which no other operator can lead; 0: another may lead already."""
-        return max(0.0, self._renewed + LEASE_SECONDS - self._clock())
+        return max(0.0, self._renewed + LEASE_SECONDS - self.clock())
 
     async def lead(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Wait for the Lease, run ``work`` while holding it, and release it.
@@ -87,13 +100,13 @@ class Elector:
             LeaseLostError: another operator holds the Lease; ``work`` has been cancelled.
             Exception: an exception of ``work``.
         """
-        while not await self._try():
-            runs_out = self._last_version.time + LEASE_SECONDS - self._clock()
-            await asyncio.sleep(min(_RETRY_SECONDS * random.uniform(1.0, 1.2), max(0.1, runs_out)))
+        while not await self.attempt():
+            runs_out = self._last_version.time + LEASE_SECONDS - self.clock()
+            await asyncio.sleep(min(RETRY_SECONDS * random.uniform(1.0, 1.2), max(0.1, runs_out)))
         self._is_leading = True
         self._log(logging.INFO, f"leading as {self.identity}")
         metrics.LEADING.set_function(lambda: float(self.seconds_left() > 0))
-        tasks = asyncio.create_task(work()), asyncio.create_task(self._renew())
+        tasks = asyncio.create_task(work()), asyncio.create_task(self.renew())
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -106,12 +119,36 @@ class Elector:
             if isinstance(result, Exception):
                 raise result
 
-    async def _renew(self) -> None:
+    async def renew(self) -> None:
+        """Renew the Lease until the task is cancelled."""
         while True:
-            await asyncio.sleep(_RETRY_SECONDS)
-            await self._try()
+            await asyncio.sleep(RETRY_SECONDS)
+            await self.attempt()
 
-    async def _try(self) -> bool:
+    async def prepare(self) -> None:
+        """Create the Lease without a holder if it is missing. The time to wait for it begins now."""
+        with contextlib.suppress(ApiError):  # the first attempt repeats this
+            if await self._look() is None:
+                await self._create_unheld()
+
+    async def renew_absence(self, abandoned_seconds: float) -> None:
+        """Renew as long as the Lease is missing: an operator that creates the Lease leads 15 s later.
+
+        Deletes a Lease that no operator has written for ``abandoned_seconds``. Raises ApiError.
+        """
+        sent = self.clock()
+        if lease := await self._look():
+            metadata, holder = lease["metadata"], _spec(lease).get("holderIdentity")
+            is_abandoned = self.clock() - self._last_version.time >= abandoned_seconds
+            if (is_abandoned or holder == self.identity) and await self._api.delete(
+                LEASE, *self.lease_name, metadata["uid"], resourceVersion=metadata["resourceVersion"]
+            ):
+                lease = None
+            else:
+                self._log_standby(holder)
+        self._renewed = -math.inf if lease else sent
+
+    async def attempt(self) -> bool:
         """Take or renew the Lease if this operator may. Returns whether it did."""
         try:
             async with asyncio.timeout(_TRY_SECONDS):
@@ -119,7 +156,8 @@ class Elector:
         except LeaseLostError:
             raise
         except Exception as error:  # the next try may succeed; meanwhile the fence expires
-            self._log(logging.WARNING, f"cannot access the lease: {str(error) or type(error).__name__}")
+            name = "/".join(self.lease_name)
+            self._log(logging.WARNING, f"cannot access Lease {name}: {str(error) or type(error).__name__}")
             return False
 
     async def _take(self) -> bool:
@@ -127,18 +165,26 @@ class Elector:
         may_take = self._may_take(lease)
         if lease and not may_take:
             return False
-        sent = self._clock()
-        stored = await self._store(lease, self._record(lease) if may_take else _UNHELD)
-        if stored is None or not may_take:
+        if not may_take:
+            await self._create_unheld()
+            return False
+        sent = self.clock()
+        if (stored := await self._store(lease, self._record(lease))) is None:
             return False
         self._stored, self._renewed = stored, sent
         return True
 
+    async def _create_unheld(self) -> None:
+        self._note_version(await self._store(None, _UNHELD))
+
     async def _look(self) -> Object | None:
-        lease = await self._api.get(LEASE, *self._lease_name)
-        if lease and (version := lease["metadata"]["resourceVersion"]) != self._last_version.version:
-            self._last_version = _LeaseVersion(version, self._clock())
+        lease = await self._api.get(LEASE, *self.lease_name)
+        self._note_version(lease)
         return lease
+
+    def _note_version(self, lease: Object | None) -> None:
+        if lease and (version := lease["metadata"]["resourceVersion"]) != self._last_version.version:
+            self._last_version = _LeaseVersion(version, self.clock())
 
     def _may_take(self, lease: Object | None) -> bool:
         """Whether no other operator can lead. Even a deleted or edited Lease may still have a holder."""
@@ -150,9 +196,9 @@ class Elector:
             return False
         if self._is_leading:
             raise LeaseLostError(f"the lease is held by {holder or 'no operator'}")
-        self._log(logging.INFO, f"standing by: the lease is held by {holder or 'no operator'}")
+        self._log_standby(holder)
         is_released = not holder and spec.get("leaseDurationSeconds") == _RELEASED_SECONDS
-        return is_released or self._clock() - self._last_version.time >= LEASE_SECONDS
+        return is_released or self.clock() - self._last_version.time >= LEASE_SECONDS
 
     def _record(self, lease: Object | None) -> Object:
         now, before = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"), _spec(lease)
@@ -168,7 +214,7 @@ class Elector:
 
     async def _store(self, lease: Object | None, spec: Object) -> Object | None:
         """Write the Lease. Returns it as stored, or None if another client changed it since it was read."""
-        namespace, name = self._lease_name
+        namespace, name = self.lease_name
         metadata = lease["metadata"] if lease else {"namespace": namespace, "name": name}
         wanted = {"apiVersion": LEASE.api_version, "kind": LEASE.kind, "metadata": metadata, "spec": spec}
         return await (self._api.replace if lease else self._api.create)(LEASE, wanted)
@@ -188,6 +234,11 @@ class Elector:
             logger.warning(
                 "could not release the lease; it will expire: %s", str(error) or type(error).__name__
             )
+
+    def _log_standby(self, holder: str | None) -> None:
+        text = f"standing by: Lease {'/'.join(self.lease_name)} is held by {holder or 'no operator'}"
+        is_conflict = bool(holder and self._advice)
+        self._log(*((logging.WARNING, f"{text}. {self._advice}") if is_conflict else (logging.INFO, text)))
 
     def _log(self, level: int, text: str) -> None:
         if text != self._last_message:

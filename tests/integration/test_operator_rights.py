@@ -24,6 +24,8 @@ BINDINGS = "rbac.authorization.k8s.io/v1/rolebindings"
 WRITE = "get list watch create patch delete"
 NAMESPACED = {
     "/configmaps": WRITE,
+    "coordination.k8s.io/leases": "create",
+    "coordination.k8s.io/leases[lmcache-operator]": "get update",
     "/events": "get list create patch",
     "/namespaces": "get",
     "/pods": "list watch patch delete",
@@ -48,7 +50,11 @@ NAMESPACED = {
 """Verbs by group and resource, in all namespaces, or only in those of ``watchNamespaces``."""
 LISTED = {"/nodes": "get list"}
 """Verbs in any namespace with ``watchNamespaces``."""
-CLUSTER = LISTED | {"apiextensions.k8s.io/customresourcedefinitions": "list watch"}
+CLUSTER = LISTED | {
+    "apiextensions.k8s.io/customresourcedefinitions": "list watch",
+    "coordination.k8s.io/leases[lmcache-operator]": "delete",
+    "coordination.k8s.io/leases[lmcache-operator-all-namespaces]": "get update",
+}
 """Verbs in any namespace without ``watchNamespaces``."""
 
 

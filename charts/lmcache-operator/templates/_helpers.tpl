@@ -126,4 +126,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [""]
   resources: [pods/eviction]
   verbs: [create]
+# Operators of several releases agree on who serves the namespace. A rule cannot name an object that does not exist yet.
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [create]
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  resourceNames: [lmcache-operator]
+  verbs: [get, update]
 {{- end }}

@@ -19,6 +19,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from lmcache_operator import metrics
 from lmcache_operator.errors import RefusedError, UnavailableError
+from lmcache_operator.kube.fence import WriteFence
 from lmcache_operator.kube.patches import APPLY_PATCH, apply_patch
 from lmcache_operator.kube.refusals import (
     TooLargeError,
@@ -53,13 +54,11 @@ _TOO_LARGE = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 _READS = frozenset({"GET"})
 _FORCE = {"fieldManager": FIELD_MANAGER, "force": "true"}
 _NOT_SENT = "not sent: this operator does not lead, or cannot renew its lease"
-
-WriteFence = Callable[[], float]
-"""Returns the seconds from now for which this operator may write."""
+_NO_FENCE = WriteFence()
 
 
 @asynccontextmanager
-async def connect(fence: WriteFence = lambda: math.inf, context: str | None = None) -> AsyncIterator[KubeApi]:
+async def connect(fence: WriteFence = _NO_FENCE, context: str | None = None) -> AsyncIterator[KubeApi]:
     """Connect to the configured Kubernetes cluster. The client writes only while the fence allows it.
 
     Args:
@@ -75,7 +74,7 @@ async def connect(fence: WriteFence = lambda: math.inf, context: str | None = No
         """
 
         async def write_bytes(self, writer: Any, conn: Any, content_length: int | None = None) -> None:
-            if self.method not in _READS and fence() < _MIN_WRITE_SECONDS:
+            if self.method not in _READS and fence.seconds_left(str(self.url)) < _MIN_WRITE_SECONDS:
                 conn.protocol.set_exception(aiohttp.ClientError(_NOT_SENT))
                 conn.close()
                 return
@@ -92,7 +91,7 @@ async def connect(fence: WriteFence = lambda: math.inf, context: str | None = No
 class KubeApi:
     """Calls to the API server. All calls may raise ApiError, and all are safe to repeat."""
 
-    def __init__(self, client: ApiClient, fence: WriteFence = lambda: math.inf) -> None:
+    def __init__(self, client: ApiClient, fence: WriteFence = _NO_FENCE) -> None:
         self._client = client
         self._fence = fence
         self._slots, self._lists = asyncio.Semaphore(_MAX_REQUESTS), asyncio.Semaphore(_MAX_LISTS)
@@ -249,13 +248,14 @@ class KubeApi:
             await asyncio.wait(self._writes)
 
     async def delete(
-        self, kind: Kind, namespace: str, name: str, uid: str, *, grace_seconds: int | None = None
-    ) -> bool:
+        self, kind: Kind, namespace: str, name: str, uid: str,
+        *, grace_seconds: int | None = None, **more: str,
+    ) -> bool:  # fmt: skip
         """Delete an object and its dependents. False if it does not exist, or another object has its name.
 
-        ``grace_seconds``: grace period of a pod; None: the pod's own; 0: do not wait for the kubelet.
+        ``grace_seconds``: grace period of a pod; None: its own; 0: at once. ``more``: further preconditions.
         """
-        body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
+        body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid, **more}}
         if grace_seconds is not None:
             body["gracePeriodSeconds"] = grace_seconds
         accept = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT)
@@ -356,9 +356,10 @@ class KubeApi:
         seconds = _SECONDS
         try:
             async with self._slots:
-                seconds = _SECONDS if method in _READS else min(_SECONDS, self._fence())
-                if method not in _READS and seconds < _MIN_WRITE_SECONDS:
-                    raise aiohttp.ClientError(_NOT_SENT)
+                if method not in _READS:
+                    await self._fence.renew(url)
+                    if (seconds := min(_SECONDS, self._fence.seconds_left(url))) < _MIN_WRITE_SECONDS:
+                        raise aiohttp.ClientError(_NOT_SENT)
                 answer = await self._client.call_api(method, url, headers, content, _request_timeout=seconds)
                 async with answer.response as response:
                     return response.status, await bounded(response.content, max_bytes)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import copy
 import itertools
 from collections.abc import Callable
 from random import Random
@@ -13,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_operator import election, metrics
-from lmcache_operator.election import LEASE_SECONDS, Elector, LeaseName
-from lmcache_operator.errors import LeaseLostError, NoAnswerError, UnavailableError
+from lmcache_operator.election import LEASE_SECONDS, Elector, LeaseName, new_identity
+from lmcache_operator.errors import LeaseLostError, UnavailableError
 from lmcache_operator.kube.client import KubeApi
-from lmcache_operator.specs import Object
-from lmcache_operator.specs.kinds import LEASE, Kind
 from tests.harness.jumping_loop import now, run
+from tests.harness.operator.leases import Connection, LeaseServer
 from tests.harness.scope import examples
 
 NAME = LeaseName("system", "operator")
@@ -26,75 +24,16 @@ TAKEOVER_SECONDS = 18
 """Maximum time from the last renewal to a takeover: 15 s and two polls."""
 
 
-class LeaseServer:
-    """An API server that has at most one Lease."""
-
-    def __init__(self) -> None:
-        self.lease: Object | None = None
-        self._versions = itertools.count(1)
-
-    def put(self, lease: Object | None, version: str | None = None) -> Object | None:
-        """Store the Lease if the present one has this version, and return it."""
-        if version and (self.lease is None or self.lease["metadata"]["resourceVersion"] != version):
-            return None
-        self.lease = copy.deepcopy(lease)
-        if self.lease is not None:
-            self.lease["metadata"]["resourceVersion"] = str(next(self._versions))
-        return copy.deepcopy(self.lease)
-
-    def edit(self, **spec: Any) -> None:
-        """Edit the spec by hand. None removes a field."""
-        if self.lease is not None:
-            changed = {k: v for k, v in {**self.lease["spec"], **spec}.items() if v is not None}
-            self.put(self.lease | {"spec": changed})
-
-    @property
-    def holder(self) -> str:
-        return str(self.lease and self.lease["spec"].get("holderIdentity"))
-
-
-class Connection:
-    """An operator's connection to the API server. ``trouble`` returns the delay of a message; -1 loses it."""
-
-    def __init__(self, server: LeaseServer) -> None:
-        self.server = server
-        self.trouble: Callable[[], float] = lambda: 0.0
-
-    async def _call(self, work: Callable[[], Object | None]) -> Object | None:
-        await self._pass()
-        answer = work()
-        await self._pass()
-        return answer
-
-    async def _pass(self) -> None:
-        if (seconds := self.trouble()) < 0:
-            raise NoAnswerError("lease", "lost")
-        await asyncio.sleep(seconds)
-
-    async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        assert (kind, namespace, name) == (LEASE, *NAME)
-        return await self._call(lambda: copy.deepcopy(self.server.lease))
-
-    async def create(self, kind: Kind, wanted: Object) -> Object | None:
-        return await self._call(lambda: None if self.server.lease else self.server.put(wanted))
-
-    async def replace(self, kind: Kind, changed: Object) -> Object | None:
-        return await self._call(lambda: self.server.put(changed, changed["metadata"]["resourceVersion"]))
-
-    async def settle(self) -> None:
-        pass
-
-
 def elector(server: LeaseServer | Connection, pod: str, clock: Callable[[], float] = now) -> Elector:
-    connection = Connection(server) if isinstance(server, LeaseServer) else server
-    return Elector(cast(KubeApi, connection), NAME, pod, clock=clock)
+    connection = Connection({NAME: server}) if isinstance(server, LeaseServer) else server
+    return Elector(cast(KubeApi, connection), NAME, new_identity(pod), clock=clock)
 
 
 class Process:
     """An operator that is restarted whenever it ends."""
 
     def __init__(self, server: LeaseServer, number: int) -> None:
-        self.connection, self.number, self.num_starts = Connection(server), number, 0
+        self.connection, self.number, self.num_starts = Connection({NAME: server}), number, 0
         self.ended = asyncio.Event()
         """Set when the operator receives SIGTERM."""
         self.elector = self._new_elector()

@@ -20,6 +20,7 @@ from multidict import CIMultiDict
 from lmcache_operator.errors import NoAnswerError, RefusedError, UnavailableError
 from lmcache_operator.kube import client as kube_client
 from lmcache_operator.kube.client import KubeApi, connect
+from lmcache_operator.kube.fence import WriteFence
 from lmcache_operator.kube.patches import apply_patch
 from lmcache_operator.kube.refusals import error_of
 from lmcache_operator.specs.kinds import POD
@@ -263,12 +264,25 @@ WRITES: list[tuple[str, tuple[Any, ...]]] = [
 ]
 
 
+class Fence(WriteFence):
+    """A fence with so many seconds left for each URL that was asked for."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.renewed = seconds, ""
+
+    async def renew(self, url: str) -> None:
+        self.renewed = url
+
+    def seconds_left(self, url: str) -> float:
+        return self.seconds if url == self.renewed else 0.0
+
+
 @pytest.mark.parametrize(("method", "arguments"), WRITES)
 def test_write_is_refused_without_enough_time_for_the_answer(server, method, arguments):
     with pytest.raises(NoAnswerError, match="does not lead"):
-        call(server, method, *arguments, fence=lambda: 4.9)
+        call(server, method, *arguments, fence=Fence(4.9))
     assert [verb for verb, *_ in server.requests if verb != "GET"] == []
-    call(server, method, *arguments, fence=lambda: 5.1)
+    call(server, method, *arguments, fence=Fence(5.1))
     number = 2 if method == "resize" else 1  # the first is a dry run
     bodies = [body for verb, *_, body in server.requests if verb != "GET"]
     assert len(bodies) == number
@@ -282,17 +296,16 @@ def test_every_writing_call_is_fenced() -> None:
 
 
 def test_read_needs_no_leadership(server: Server) -> None:
-    assert call(server, "get", POD, "n", "p", fence=lambda: 0.0) == {}
+    assert call(server, "get", POD, "n", "p", fence=Fence(0.0)) == {}
 
 
 def test_fence_is_checked_again_when_the_request_is_written(server, monkeypatch):
     """The process freezes once it is connected. Its right to write has expired when it thaws."""
-    seconds_left, send = 10.0, aiohttp.ClientRequest.send
+    fence, send = Fence(10.0), aiohttp.ClientRequest.send
 
     async def freeze_after_send(request: aiohttp.ClientRequest, connection: Any) -> aiohttp.ClientResponse:
-        nonlocal seconds_left
         response = await send(request, connection)
-        seconds_left = 0.0
+        fence.seconds = 0.0
         return response
 
     async def write() -> None:
@@ -302,7 +315,7 @@ def test_fence_is_checked_again_when_the_request_is_written(server, monkeypatch)
                 return Configuration(host=url)
 
             monkeypatch.setattr(kube_client, "configuration", configured)
-            async with connect(lambda: seconds_left) as api:
+            async with connect(fence) as api:
                 await api.apply(SERVICE, "u")
 
     monkeypatch.setattr(aiohttp.ClientRequest, "send", freeze_after_send)
