@@ -53,9 +53,9 @@ def install(plane: Cluster) -> str:
     return f"{SYSTEM_NAMESPACE}/{SERVICE_ACCOUNT}"
 
 
-def chart_flags(plane: Cluster) -> list[str]:
-    """Flags with which the installed chart runs the operator."""
-    pod = plane.api.get("apps/v1/deployments", SERVICE_ACCOUNT, SYSTEM_NAMESPACE)["spec"]["template"]["spec"]
+def chart_flags(plane: Cluster, name: str = SERVICE_ACCOUNT, namespace: str = SYSTEM_NAMESPACE) -> list[str]:
+    """Flags with which the Deployment of a release runs the operator."""
+    pod = plane.api.get("apps/v1/deployments", name, namespace)["spec"]["template"]["spec"]
     command, *flags = map(str, pod["containers"][0]["args"])
     assert (command, pod["securityContext"]["runAsUser"]) == ("run", USER)
     return flags

@@ -22,8 +22,10 @@ from testing.kube.operator import (
     CHART,
     CLUSTERS,
     CRDS,
+    RELEASE,
     ROOT,
     SERVICE_ACCOUNT,
+    SYSTEM_NAMESPACE,
     Operator,
     chart_flags,
     install,
@@ -37,6 +39,7 @@ __all__ = [
     "NAME",
     "SERVICE_ACCOUNT",
     "Operator",
+    "applied_chart",
     "create_account",
     "example",
     "helm_error",
@@ -149,6 +152,37 @@ def _no_idle_connections() -> Iterator[None]:
 def chart(plane: Cluster) -> str:
     """Install the chart for all namespaces. Returns "namespace/name" of its ServiceAccount."""
     return install(plane)
+
+
+@pytest.fixture(scope="module")
+def no_release(plane: Cluster) -> Iterator[None]:
+    """Uninstall the chart for all namespaces during a module, because it refuses a second release."""
+    stop_operator()
+    is_installed = bool(plane.helm("list", "--namespace", SYSTEM_NAMESPACE, "--short"))
+    if is_installed:
+        plane.helm("uninstall", RELEASE, "--namespace", SYSTEM_NAMESPACE, "--wait")
+    yield
+    if is_installed:
+        install(plane)
+
+
+@contextlib.contextmanager
+def applied_chart(
+    plane: Cluster, release: str, namespace: str, *values: str
+) -> Iterator[Callable[[], object]]:
+    """Create the objects of a release without Helm, which skips the checks against other releases.
+
+    Yields a function that applies them again.
+    """
+    flags = [part for value in ("crds.enabled=false", *values) for part in ("--set", value)]
+    objects = plane.helm("template", release, CHART, "--namespace", namespace, *flags)
+
+    def apply() -> object:
+        return plane.kubectl("apply", "--server-side", "--filename=-", stdin=objects)
+
+    apply()
+    yield apply
+    plane.kubectl("delete", "--ignore-not-found", "--filename=-", stdin=objects)
 
 
 _operators: list[Operator] = []

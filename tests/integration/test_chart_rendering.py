@@ -139,6 +139,9 @@ def test_operator_parses_the_flags_of_the_deployment(helm):
     assert (parsed.health_port, parsed.metrics_port) == (ports["health"], ports["metrics"])
 
 
+MUTATING = "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy"
+
+
 def policies(helm: Helm, *flags: str) -> list[dict]:
     text = helm("template", "release", CHART, *flags)
     kinds = ("MutatingAdmissionPolicy", "MutatingAdmissionPolicyBinding")
@@ -171,6 +174,10 @@ def test_policy_for_authors_names_the_allowed_objects_and_can_be_off(helm):
     assert (binding["spec"]["validationActions"], policy["spec"]["failurePolicy"]) == (["Deny"], "Fail")
     assert '["hf","redis"]' in str(policy["spec"]["variables"])
     assert '["models"]' in str(policy["spec"]["validations"])
+    assert "namespaceSelector" not in policy["spec"]["matchConstraints"]
+    listed, _ = rendered_policies("watchNamespaces={a,b}")
+    (expression,) = listed["spec"]["matchConstraints"]["namespaceSelector"]["matchExpressions"]
+    assert expression == {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["a", "b"]}
     assert rendered_policies("policies.restrictClusters.enabled=false") == []
 
 
@@ -187,11 +194,17 @@ def test_replicas_elect_a_leader_and_run_on_different_nodes(helm):
     assert custom["spec"]["template"]["spec"]["affinity"] == {"nodeAffinity": {"a": "b"}}
 
 
-def test_two_releases_do_not_collide(helm):
-    first = {(o["kind"], o["metadata"]["name"]) for o in rendered(helm, "crds.enabled=false")}
-    flags = ["--set", "crds.enabled=false"]
-    second = yaml.safe_load_all(helm("template", "other", CHART, *flags))
-    assert first.isdisjoint({(o["kind"], o["metadata"]["name"]) for o in second if o})
+@pytest.mark.parametrize(
+    ("release", "namespace"), [("other", "default"), ("release", "other"), ("release.default", "x")]
+)
+def test_two_releases_do_not_collide(helm, release, namespace):
+    def objects(release: str, namespace: str) -> set[tuple[str, str, str]]:
+        flags = ["--set", "crds.enabled=false,watchNamespaces={a,b}", "--api-versions", MUTATING]
+        text = helm("template", release, CHART, "--namespace", namespace, *flags)
+        rendered = [(obj["kind"], obj["metadata"]) for obj in yaml.safe_load_all(text) if obj]
+        return {(kind, metadata.get("namespace", ""), metadata["name"]) for kind, metadata in rendered}
+
+    assert objects("release", "default").isdisjoint(objects(release, namespace))
 
 
 @pytest.mark.parametrize(

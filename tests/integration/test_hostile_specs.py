@@ -29,7 +29,7 @@ from tests.harness.operator.hostile_specs import (
 
 pytestmark = pytest.mark.kube
 
-POLICY = f"{RELEASE}-lmcache-operator-clusters"
+POLICY = f"{RELEASE}-lmcache-operator.{SYSTEM_NAMESPACE}"
 POLICIES = "admissionregistration.k8s.io/v1/validatingadmissionpolicies"
 DENIED = "ValidatingAdmissionPolicy"
 RESOURCES = ["lmcacheclusters", "lmcacheclusters/scale", "lmcacheclusters/status"]

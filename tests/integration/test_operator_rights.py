@@ -5,7 +5,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from lmcache_operator import app
 from testing.kube.api import Api, ApiError, Object
 from testing.kube.cluster import Cluster
-from tests.harness.kube import CHART, CLUSTERS, NAME, Operator, example, new_namespace
+from tests.harness.kube import CLUSTERS, NAME, Operator, applied_chart, example, new_namespace
 from tests.harness.operator.clusters import wait_ready
 
 pytestmark = pytest.mark.kube
@@ -112,14 +112,12 @@ def everyone(plane: Cluster) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def listed(plane: Cluster) -> Iterator[tuple[str, str]]:
+def listed(plane: Cluster, chart: str) -> Iterator[tuple[str, str]]:
     """An operator with ``watchNamespaces``: its ServiceAccount, and a namespace that it does not serve."""
     with new_namespace(plane, "rights-served") as served, new_namespace(plane, "rights-foreign") as foreign:
-        flags = ["--set", "crds.enabled=false", "--set", f"watchNamespaces={{{served}}}"]
-        more = ["--set", "fullnameOverride=rights", "--set", "policies.restrictClusters.enabled=false"]
-        plane.helm("install", "rights", CHART, "--namespace", served, *flags, *more)
-        yield f"{served}/rights", foreign
-        plane.helm("uninstall", "rights", "--namespace", served)
+        values = (f"watchNamespaces={{{served}}}", "fullnameOverride=rights")
+        with applied_chart(plane, "rights", served, *values, "policies.restrictClusters.enabled=false"):
+            yield f"{served}/rights", foreign
 
 
 def test_operator_of_all_namespaces_has_exactly_the_listed_rights(plane, chart):
@@ -169,29 +167,32 @@ def test_operator_cannot_grant_rights_that_it_does_not_have(plane, chart, kind, 
 
 
 @pytest.fixture
-def pair(plane: Cluster, tmp_path: Path) -> Iterator[tuple[Operator, str, str]]:
+def pair(plane: Cluster, tmp_path: Path) -> Iterator[tuple[Operator, str, str, Callable[[], object]]]:
     """An operator that serves two namespaces and renews its watches every two seconds."""
-    with new_namespace(plane, "pair-served") as served, new_namespace(plane, "pair-lost") as lost:
-        plane.helm("install", "pair", CHART, "--namespace", served, *PAIR)
+    with (
+        new_namespace(plane, "pair-served") as served,
+        new_namespace(plane, "pair-lost") as lost,
+        applied_chart(plane, "pair", served, *PAIR) as apply,
+    ):
         flags = [f"--namespace={name}" for name in (served, lost)]
         program = ("-m", "testing.kube.impatient_operator", "--watch-seconds=2")
         process = Operator(plane, tmp_path, f"{served}/pair", *flags, program=program)
         process.start()
         try:
-            yield process, served, lost
+            yield process, served, lost, apply
         finally:
             process.kill()
-            plane.helm("uninstall", "pair", "--namespace", served)
 
 
-PAIR = [
-    "--set", "crds.enabled=false", "--set", "watchNamespaces={pair-served,pair-lost}",
-    "--set", "fullnameOverride=pair", "--set", "policies.restrictClusters.enabled=false",
-]  # fmt: skip
+PAIR = (
+    "watchNamespaces={pair-served,pair-lost}", "fullnameOverride=pair",
+    "policies.restrictClusters.enabled=false",
+)  # fmt: skip
 
 
 def test_lost_namespace_stops_no_other_one_and_is_served_again(plane, pair):
-    operator, served, lost = pair
+    operator, served, lost, apply = pair
+    name = f"pair.{served}"
     images = map("e:{}".format, itertools.count())
     num_reads = len(app._watched()) + 1  # lists of children and of LMCacheClusters
 
@@ -212,11 +213,11 @@ def test_lost_namespace_stops_no_other_one_and_is_served_again(plane, pair):
         plane.api.create(CLUSTERS, example(), namespace)
         wait_ready(plane, namespace)
 
-    binding = plane.api.get(BINDINGS, "pair", lost)
-    plane.api.delete(BINDINGS, "pair", lost)
+    binding = plane.api.get(BINDINGS, name, lost)
+    plane.api.delete(BINDINGS, name, lost)
     change(lost)
     wait_lost()
-    binding["metadata"] = {"name": "pair", "namespace": lost}
+    binding["metadata"] = {"name": name, "namespace": lost}
     plane.api.create(BINDINGS, binding, lost)
     wait_ready(plane, lost)
     plane.wait(lambda: num_refused() == 0)
@@ -230,7 +231,7 @@ def test_lost_namespace_stops_no_other_one_and_is_served_again(plane, pair):
     plane.wait(lambda: plane.api.get("v1/serviceaccounts", "default", lost))
     plane.api.create(CLUSTERS, example(), lost)
     wait_lost()
-    plane.helm("upgrade", "pair", CHART, "--namespace", served, *PAIR)
+    apply()
     wait_ready(plane, lost)
     plane.wait(lambda: num_refused() == 0)
     assert operator.log.count(f"namespace {lost} is not served") == 2

@@ -9,6 +9,11 @@
 {{- default $full .Values.fullnameOverride | trunc 63 | trimSuffix "-" }}
 {{- end }}
 
+{{/* Name of an object outside the release's namespace. Namespaces have no dots, so two releases never share a name. */}}
+{{- define "lmcache-operator.outsideName" -}}
+{{ include "lmcache-operator.fullname" . }}.{{ .Release.Namespace }}
+{{- end }}
+
 {{- define "lmcache-operator.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "lmcache-operator.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
