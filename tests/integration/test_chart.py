@@ -96,7 +96,7 @@ def test_install_upgrade_uninstall_keep_the_objects_of_users(fresh, tmp_path):
     assert fresh.api.get(CLUSTERS, NAME, "default")["metadata"]["uid"] == uid
 
 
-def test_missing_namespace_stops_the_installation_before_it_begins(plane):
+def test_missing_namespace_stops_the_installation_before_it_begins(plane, no_release):
     with new_namespace(plane, "present") as namespace:
         flags = ["--namespace", namespace, "--set", "crds.enabled=false"]
         missing = ["--set", f"watchNamespaces={{{namespace},absent}}"]
@@ -110,7 +110,7 @@ def test_missing_namespace_stops_the_installation_before_it_begins(plane):
         plane.helm("uninstall", "some", "--namespace", namespace)
 
 
-def test_pod_is_admitted_in_a_namespace_for_restricted_pods(plane):
+def test_pod_is_admitted_in_a_namespace_for_restricted_pods(plane, no_release):
     with new_namespace(plane, "strict", **{"pod-security.kubernetes.io/enforce": "restricted"}) as namespace:
         plane.helm("install", "strict", CHART, "--namespace", namespace, "--set", "crds.enabled=false")
         deployment = "deployment/strict-lmcache-operator"
@@ -125,7 +125,7 @@ def test_pod_is_admitted_in_a_namespace_for_restricted_pods(plane):
         plane.helm("uninstall", "strict", "--namespace", namespace)
 
 
-def test_only_the_listed_namespaces_are_served(plane, tmp_path):
+def test_only_the_listed_namespaces_are_served(plane, no_release, tmp_path):
     with new_namespace(plane, "served") as served, new_namespace(plane, "foreign") as foreign:
         flags = ["--set", "crds.enabled=false", "--set", f"watchNamespaces={{{served}}}"]
         plane.helm("install", "some", CHART, "--namespace", served, *flags, "--set", "nameOverride=op")
@@ -177,7 +177,7 @@ def create_policy_of_ids(plane: Cluster, namespace: str) -> None:
     plane.wait(is_refused)
 
 
-def test_pods_are_admitted_where_the_platform_assigns_their_ids(plane, no_operator, tmp_path):
+def test_pods_are_admitted_where_the_platform_assigns_their_ids(plane, no_release, tmp_path):
     with new_namespace(plane, "assigned") as namespace:
         create_policy_of_ids(plane, namespace)
         flags = ["--set", "crds.enabled=false", "--set", f"watchNamespaces={{{namespace}}}"]

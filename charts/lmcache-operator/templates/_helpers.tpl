@@ -56,6 +56,41 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end }}
 
+{{/* Fails if the operator of another release serves the same namespaces, or if that release owns the CRDs. */}}
+{{- define "lmcache-operator.checkReleases" -}}
+{{- $problems := list }}
+{{- $crd := lookup "apiextensions.k8s.io/v1" "CustomResourceDefinition" "" "lmcacheclusters.lmcache.io" }}
+{{- $owner := dig "metadata" "annotations" dict $crd }}
+{{- range (lookup "rbac.authorization.k8s.io/v1" "ClusterRole" "" "").items }}
+{{- $labels := .metadata.labels | default dict }}
+{{- $release := get $labels "app.kubernetes.io/instance" }}
+{{- $namespace := dig "annotations" "meta.helm.sh/release-namespace" (splitList "." .metadata.name | last) .metadata }}
+{{- if and (eq (get $labels "app.kubernetes.io/part-of") "lmcache-cluster") (ne (list $release $namespace | join "/") (list $.Release.Name $.Release.Namespace | join "/")) }}
+{{- range (lookup "apps/v1" "Deployment" $namespace "").items }}
+{{- $labels = .metadata.labels | default dict }}
+{{- if and (eq (get $labels "app.kubernetes.io/instance") $release) (eq (get $labels "app.kubernetes.io/part-of") "lmcache-cluster") }}
+{{- $served := list }}
+{{- range (first .spec.template.spec.containers).args }}
+{{- if hasPrefix "--namespace=" . }}{{ $served = append $served (trimPrefix "--namespace=" .) }}{{ end }}
+{{- end }}
+{{- $common := $.Values.watchNamespaces | default $served }}
+{{- range $common }}
+{{- if and $served (not (has . $served)) }}{{ $common = without $common . }}{{ end }}
+{{- end }}
+{{- if or $common (not $served) }}
+{{- $what := ternary (printf "namespace %s" (join ", " $common)) "all namespaces" (not (empty $served)) }}
+{{- $problems = append $problems (printf "watchNamespaces: the operator of release %s in namespace %s serves %s already, and only one operator may serve a namespace. Uninstall that release (helm uninstall %s -n %s), or set watchNamespaces in both releases to different namespaces." $release $namespace $what $release $namespace) }}
+{{- end }}
+{{- if and $.Values.crds.enabled (eq (get $owner "meta.helm.sh/release-name") $release) (eq (get $owner "meta.helm.sh/release-namespace") $namespace) }}
+{{- $problems = append $problems (printf "crds.enabled: the CRDs belong to release %s in namespace %s. While it is installed, set crds.enabled=false in this release, and do not use --take-ownership." $release $namespace) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if $problems }}{{ fail (join "\n" $problems) }}{{ end }}
+{{- end }}
+
 {{/* The API version of MutatingAdmissionPolicy; empty: do not install the policy. */}}
 {{- define "lmcache-operator.policyVersion" -}}
 {{- $group := "admissionregistration.k8s.io" }}
