@@ -53,7 +53,7 @@ def flags(namespace: str, served: Sequence[str], *values: str, crds: bool = Fals
 
 
 def test_chart_refuses_a_second_release_for_the_same_namespaces(plane, places):
-    """In each order, also with --take-ownership. The next release succeeds when the former one is uninstalled."""
+    """In each order, also with --take-ownership, until the former release is uninstalled."""
     turns: list[tuple[list[str], str]] = [
         ([], ""),
         ([], "all namespaces"),
