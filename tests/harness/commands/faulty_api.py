@@ -19,10 +19,12 @@ Fault = Callable[[str], tuple[float, int]]
 class _FaultyApi(JsonHandler):
     plane: Cluster
     fault: list[Fault]
+    is_over: threading.Event
 
     def _pass_on(self) -> None:
         seconds, status = self.fault[0](self.path)
-        threading.Event().wait(seconds)  # real time: the client gives up meanwhile
+        if self.is_over.wait(seconds):  # real time: the client gives up meanwhile
+            return
         with contextlib.suppress(ConnectionError):
             if status:
                 self.answer({"kind": "Status", "message": "not today", "reason": "Bad"}, status)
@@ -50,9 +52,11 @@ class _FaultyApi(JsonHandler):
 @contextlib.contextmanager
 def faulty_api(plane: Cluster, fault: Fault, folder: Path) -> Iterator[Path]:
     """Serve the API with this fault. Returns the administrator's kubeconfig for it."""
-    with serving(_FaultyApi, plane=plane, fault=[fault]) as server:
+    is_over = threading.Event()
+    with serving(_FaultyApi, plane=plane, fault=[fault], is_over=is_over) as server:
         config = json.loads(plane.kubeconfig().read_text())
         config["clusters"][0]["cluster"] = {"server": f"http://127.0.0.1:{server.server_port}"}
         file = folder / "faulty.kubeconfig"
         file.write_text(json.dumps(config))
         yield file
+        is_over.set()

@@ -1,5 +1,8 @@
 """Commands with wrong names, broken kubeconfigs, and servers that are no API server."""
 
+import argparse
+import asyncio
+import gc
 import io
 import json
 import os
@@ -12,7 +15,8 @@ from typing import Any
 import pytest
 
 from lmcache_cli.__main__ import main
-from lmcache_cli.commands.connection import reported
+from lmcache_cli.commands.connection import ApiConnection, reported, run
+from lmcache_operator.errors import NotFoundError
 from lmcache_operator.kube import watch
 from tests.harness.commands.json_server import JsonHandler, serving
 
@@ -218,3 +222,23 @@ def test_terminal_that_cannot_show_a_character_gets_another(monkeypatch) -> None
 
     assert reported(show) == 0
     assert output.buffer.getvalue() == b"a??b\n"
+
+
+def test_requests_of_a_command_that_fails_end_before_the_connection(kubeconfig, capsys, caplog) -> None:
+    class Handler(JsonHandler):
+        def do_GET(self) -> None:
+            self.answer({"items": []})
+
+    abandoned = list[str]()
+
+    async def command(connected: ApiConnection) -> int:
+        read = connected.api.read("/version", seconds=60, max_bytes=1 << 20)
+        abandoned.append(asyncio.create_task(read).get_name())
+        raise NotFoundError("there is none")
+
+    with serving(Handler) as server:
+        lead_to(kubeconfig, f"http://127.0.0.1:{server.server_port}")
+        assert run(argparse.Namespace(kubeconfig="", context="c", namespace="n"), command) == 2
+    gc.collect()
+    assert capsys.readouterr().err.endswith("there is none\n")
+    assert (len(abandoned), caplog.records) == (1, [])
