@@ -271,6 +271,13 @@ def test_document_is_the_same_in_json_and_yaml():
     assert {key for each in document["checks"] for key in each} == keys
 
 
+def test_addresses_of_runbooks_are_those_of_the_repository_and_the_chart():
+    (repository,) = re.findall("repo_url: (.*)", (REPOSITORY / "mkdocs.yml").read_text())
+    values = yaml.safe_load((REPOSITORY / "charts/lmcache-operator/values.yaml").read_text())
+    assert f"{repository}/blob/main/docs" == DOCS
+    assert values["monitoring"]["runbookUrl"] == f"{DOCS}/runbooks"
+
+
 def test_every_runbook_that_a_check_names_exists():
     pages = {path.name for path in (REPOSITORY / "docs" / "runbooks").glob("*.md")}
     checks = REPOSITORY / "operator" / "lmcache_cli" / "commands" / "doctor" / "checks"

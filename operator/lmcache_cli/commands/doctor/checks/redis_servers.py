@@ -8,6 +8,7 @@ from typing import Any
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_cli.commands.doctor.results import Result, failure, first_of, grouped, ok, warning
 from lmcache_cli.commands.gather import PodFigures, objects_in
+from lmcache_operator import DOCS
 from lmcache_operator.pods.pods import is_ready
 from lmcache_store.common.text import plain
 from lmcache_store.common.units import format_seconds, format_size
@@ -20,7 +21,7 @@ _SHORT_SECONDS = 600.0
 """Residence below which most conversations end up evicted between two turns."""
 _FIRST_CHECK_SECONDS = 60.0
 """Time within which a sidecar has asked the servers for INFO."""
-_GUIDE = "docs/guides/sidecar.md, Redis"
+_GUIDE = f"{DOCS}/guides/sidecar.md#redis"
 _REFUSALS: Mapping[str, tuple[str, str]] = {
     "NOPERM": (
         "The Redis user lacks rights, so it refuses rows",
