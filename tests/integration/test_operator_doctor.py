@@ -201,7 +201,7 @@ def test_one_cause_is_one_failure_whose_command_repairs_it(empty, tmp_path):
     operator = ("-n", "lmcache-system", "deployment/lmcache-lmcache-operator")
     empty.kubectl("scale", *operator, "--replicas=0")
     doctor.repair("operator", "is scaled to 0 pods")
-    empty.kubectl("delete", "clusterrolebinding", "lmcache-lmcache-operator")
+    empty.kubectl("delete", "clusterrolebinding", "-l", "app.kubernetes.io/instance=lmcache")
     doctor.repair("operatorRights", "The operator lacks rights in namespace team")
     empty.kubectl("delete", "crd", "lmcacheclusters.lmcache.io", "lmcacheprofiles.lmcache.io")
     doctor.repair("crd", "lacks the CRD lmcacheclusters.lmcache.io and the CRD lmcacheprofiles.lmcache.io")

@@ -176,7 +176,7 @@ def missing_rights(figures: Sequence[PodFigures], namespace: str) -> list[str]:
     return [
         f'Your user may not read the sidecar of {forbidden[0]}{more}. It needs the right "{GET_PROXY}", or '
         f'"{CREATE_FORWARD}", in namespace {namespace}. '
-        f"Example: kubectl -n {namespace} create role lmcache-read --verb=get --resource=pods/proxy"
+        f"`kubectl lmcache doctor -n {namespace}` prints the commands that grant it."
     ]
 
 

@@ -144,6 +144,25 @@ def test_wrong_clock_of_the_user_does_not_blame_the_pods(pods_time, offset, text
     assert f"differ by {text}" in statement
 
 
+@pytest.mark.parametrize(
+    ("reason", "command"),
+    [
+        ("no answer within 3 s", "kubectl lmcache doctor --context=prod -n team --timeout 120"),
+        ("HTTP 429: too many requests", "kubectl lmcache doctor --context=prod -n team --timeout 120"),
+        ("HTTP 500: etcd failed", "kubectl --context=prod get --raw '/readyz?verbose'"),
+    ],
+)
+def test_api_server_without_answers_is_one_failure_that_names_them(reason, command):
+    late = facts(version=ApiAnswer(), operators=ApiAnswer(), unanswered={"/version": reason, "/x": "late"})
+    chosen = replace(late, context="prod", options=" --context=prod")
+    (failure,) = [each for each in run_checks(chosen) if each.level is not Level.OK]
+    assert (failure.check, failure.level, failure.command) == ("apiServer", FAILURE, command)
+    assert failure.statement == (
+        "The API server of the Kubernetes cluster of context prod does not answer /version, and 1 more: "
+        f"{reason}. Not checked: kubernetesVersion, operator."
+    )
+
+
 def test_exit_status_distinguishes_failures_and_unreadable_clusters():
     warned = facts(operators=listing(deployment(ready=1)))
     assert exit_status(warned, run_checks(warned), is_strict=False) == 0

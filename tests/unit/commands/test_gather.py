@@ -85,7 +85,7 @@ def test_injected_sidecars_can_listen_on_another_port() -> None:
 def test_missing_right_is_said_once_for_all_pods() -> None:
     forbidden = [PodFigures(pod(number), problem=f"forbidden: {CREATE_FORWARD}") for number in range(3)]
     [sentence] = missing_rights(forbidden, "team")
-    for part in ("demo-engine-0 and 2 more", '"get pods/proxy"', "kubectl -n team create role"):
+    for part in ("demo-engine-0 and 2 more", '"get pods/proxy"', "`kubectl lmcache doctor -n team` prints"):
         assert part in sentence
     assert missing_rights([PodFigures(pod())], "team") == []
 

@@ -55,11 +55,10 @@ def _has_applied_definition(facts: Facts) -> bool:
 
 def api_server(facts: Facts, unchecked: Sequence[str]) -> Result:
     """Return the result about an API server that did not answer. ``unchecked``: checks that miss answers."""
-    (path, reason), *more = facts.unanswered.items()
-    more_paths = f" and {len(more)} other paths" if more else ""
-    text = f"The API server of {facts.where} does not answer {path}{more_paths}: {reason}."
+    paths, reason = list(facts.unanswered), next(iter(facts.unanswered.values()))
+    text = f"The API server of {facts.where} does not answer {first_of(paths)}: {reason}."
     text += f" Not checked: {', '.join(dict.fromkeys(unchecked))}."
-    if "HTTP" in reason:
+    if reason.startswith("HTTP 5"):
         return failure(
             text, "Ask it which of its parts fails:", command=facts.kubectl("get --raw '/readyz?verbose'", "")
         )
