@@ -191,11 +191,16 @@ def test_new_image_replaces_every_pod_by_eviction(plane, operator, namespace):
     wait_ready(plane, namespace)
     before, mark = set(pods(plane, namespace)), plane.mark()
     ready = condition(plane, namespace, "Ready")
-    plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"image": "vllm/vllm-openai:v0.31.0"}}}, namespace)
+    spec = {"engine": {"image": "vllm/vllm-openai:v0.31.0"}, "sidecar": {"chunkTokens": 512}}
+    plane.api.patch(CLUSTERS, NAME, {"spec": spec}, namespace)
     wait = ("--namespace", namespace, "--for=condition=Progressing=False", "--timeout=300s")
     plane.kubectl("wait", f"lmcluster/{NAME}", *wait)
     assert not before & set(pods(plane, namespace))
     wait_ready(plane, namespace)
+    events = [each["message"] for each in plane.api.objects("v1/events", namespace)]
+    assert any(
+        "rows with the former sidecar.chunkTokens 256 are not found any more" in each for each in events
+    )
     stayed = condition(plane, namespace, "Ready")["lastTransitionTime"] == ready["lastTransitionTime"]
     assert stayed, "one of two pods served all the time"
     images = {pod["spec"]["containers"][0]["image"] for pod in pods(plane, namespace).values()}

@@ -132,7 +132,7 @@ class SidecarSpec(Part):
     image: str | None = field("Sidecar image. Default: the image of the operator's version.", **IMAGE_NAME)
     chunk_tokens: int = field(
         "Tokens of one chunk, the unit of storage. It must be a multiple of vLLM's block size. SGLang stores "
-        "pages: set --page-size in engine.args instead.",
+        "pages: set --page-size in engine.args instead. After a change, engines do not find former rows.",
         default=CHUNK_TOKENS,
         minimum=16,
         maximum=8192,

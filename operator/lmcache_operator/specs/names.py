@@ -24,6 +24,8 @@ OPERATOR_LABELS = {"app.kubernetes.io/component": "operator", "app.kubernetes.io
 
 SPEC_HASH = "lmcache.io/spec-hash"
 """On pods: hash of the user's settings. A pod whose hash differs from its template's is replaced."""
+KV_FIELDS = "lmcache.io/kv-fields"
+"""On engine pods: fields that cached KV depends on, as JSON."""
 RENDERED_HASH = "lmcache.io/rendered-hash"
 """On every child: hash of the rendered object. It reveals fields that the operator no longer renders."""
 DEFAULT_IMAGES = "lmcache.io/default-images"

@@ -142,6 +142,32 @@ def test_status_while_pods_start_scale_and_are_replaced() -> None:
     assert condition(empty, "EngineAvailable") == ("False", "ScaledToZero")
 
 
+@pytest.mark.parametrize(
+    ("changes", "former"),
+    [
+        ({"sidecar": {"chunkTokens": 512}}, "sidecar.chunkTokens 256"),
+        (
+            {"model": {"name": "other/model", "revision": "v2"}},
+            "model.name org/model, model.revision unset",
+        ),
+        ({"engine": {"args": ["--kv-cache-dtype=fp8"]}}, "engine.args --kv-cache-dtype unset"),
+        ({"engine": {"args": ["--max-num-seqs=8"]}}, ""),
+    ],
+)
+def test_change_that_discards_cached_kv_says_so_until_all_pods_are_replaced(
+    changes: dict[str, Any], former: str
+) -> None:
+    world = settled_world(engine={"replicas": 2})
+    world.change(**changes)
+    carry_out(world, plan(observe(world), IMAGES))
+    (message,) = (c["message"] for c in status_of(world)["conditions"] if c["type"] == "Progressing")
+    end = f"; rows with the former {former} are not found any more" if former else ""
+    assert message == f"Replacing engine pods: 2 of 2 do not match the spec yet{end}"
+    for pod in world.pods.values():
+        pod["metadata"]["annotations"]["lmcache.io/kv-fields"] = "[" * 5000
+    assert "not found any more" not in str(status_of(world))
+
+
 def test_problems_are_listed_and_make_a_cluster_unready_that_does_not_serve() -> None:
     world = settled_world()
     taken_names = frozenset({Ref("Service", "demo")})

@@ -15,6 +15,7 @@ import yaml
 from lmcache_operator.api.parse import Cluster, declared
 from lmcache_operator.components.engine.features import FEATURES, merged
 from lmcache_operator.components.engine.gpus import CUDA_IPC, claim_spec, planned_transfer
+from lmcache_operator.components.engine.kv_fields import discarded
 from lmcache_operator.components.engine.pod import MemorySize, pod_template
 from lmcache_operator.components.engine.status import engine_status
 from lmcache_operator.components.images import lenders_in, recorded, recorded_in, recorded_lenders
@@ -129,6 +130,7 @@ class Engine(Component):
             note=f"{len(fixed)} {_FORMER_SIZE}" if fixed else "",
             fields={
                 "resizing": resized,
+                "discarded": discarded(observed, template),
                 "images": _images_in_use(cluster, images, present),
                 "transfer": {"requested": cluster.spec.sidecar.transfer, **transfer._asdict()},
                 **merged(lambda each: each.plan_fields(cluster)),

@@ -22,6 +22,7 @@ from lmcache_operator.components.engine import gpus, template
 from lmcache_operator.components.engine.features import FEATURES, merged
 from lmcache_operator.components.engine.features.base import POD_NAME, Volume, secret_source
 from lmcache_operator.components.engine.kinds import kind_of
+from lmcache_operator.components.engine.kv_fields import kv_fields
 from lmcache_operator.pods.resize import MAX_SIZE, SIZE_FILE, sidecar_memory
 from lmcache_operator.specs import Images, Object, names, paths, stateful
 from lmcache_operator.specs.merge import dig
@@ -56,6 +57,7 @@ def pod_template(
         InvalidSpecError: a setting of the user breaks what the cache needs.
     """
     annotations = {names.SPEC_HASH: spec_hash, "kubectl.kubernetes.io/default-container": names.ENGINE}
+    annotations[names.KV_FIELDS] = kv_fields(cluster)
     if size.max_bytes is not None:
         annotations[names.MEMORY_SIZE] = f"{size.num_bytes}"
     labels = names.labels(cluster, names.ENGINE) | merged(lambda each: each.labels(cluster))

@@ -100,6 +100,8 @@ def _progressing(observed: Observed, plan: Plan, desired: int, num_ready: int, c
         return Condition("False", _DEADLINE, f"{count}; the others did not become ready in time")
     if plan.num_outdated:
         message = f"Replacing engine pods: {plan.num_outdated} of {num_pods} do not match the spec yet"
+        if former := plan.fields.get("discarded"):
+            message += f"; rows with the former {former} are not found any more"
         return Condition("True", "Replacing", message)
     if num_pods != desired:
         return Condition("True", "Scaling", f"{num_pods} of {desired} engine pods exist")
