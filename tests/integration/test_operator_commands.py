@@ -114,11 +114,18 @@ def test_several_clusters_are_a_list_or_need_a_name(plane):
             assert f"namespace {namespace} has no LMCacheCluster" in lmcache(command).stderr
         for name in ("one", "two"):
             plane.api.create(CLUSTERS, example() | {"metadata": {"name": name}}, namespace)
-        listed, refused = lmcache("status"), lmcache("explain")
+        listed, refused = lmcache("status"), lmcache("curve")
+        explained, document = lmcache("explain"), lmcache("explain", "-o", "json")
+        unknown, of_all = lmcache("explain", "--tenant", "x"), lmcache("explain", "--request-id", "x")
     rows = [line.split()[:5] for line in succeed(listed).splitlines()[1:3]]
     assert rows == [[namespace, name, "No", "status", "yet"] for name in ("one", "two")]
-    assert refused.returncode == 2
-    assert f"name one of the LMCacheClusters of namespace {namespace}: one, two" in refused.stderr
+    for each in (refused, unknown):  # these are about one cluster
+        assert each.returncode == 2
+        assert f"name one of the LMCacheClusters of namespace {namespace}: one, two" in each.stderr
+    titles = [line for line in succeed(explained).splitlines() if line.startswith(namespace)]
+    assert titles == [f"{namespace}/one", f"{namespace}/two"]
+    assert [each["name"] for each in json.loads(succeed(document))["clusters"]] == ["one", "two"]
+    assert "no pod knows a request with 'x' in its id" in of_all.stderr
 
 
 @pytest.mark.parametrize(

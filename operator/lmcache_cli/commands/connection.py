@@ -63,6 +63,10 @@ class ApiConnection(NamedTuple):
         names = ", ".join(sorted(cluster["metadata"]["name"] for cluster in clusters))
         raise NotFoundError(f"name one of the LMCacheClusters of namespace {self.namespace}: {names}")
 
+    async def named_or_all(self, name: str | None) -> list[Object]:
+        """Read an LMCacheCluster; None: all of the namespace. Raises NotFoundError, ApiError."""
+        return await self.clusters() if name is None else [await self.cluster(name)]
+
     async def clusters(self) -> list[Object]:
         """Read all LMCacheClusters of the namespace. Raises NotFoundError if it has none, or ApiError."""
         clusters = await _soon(self.api.find(CLUSTER, self.namespace))

@@ -13,6 +13,7 @@ from lmcache_cli.commands.gather import (
     Gathered,
     PodFigures,
     gather,
+    gather_of,
     missing_rights,
     objects_in,
     pods_of,
@@ -32,6 +33,7 @@ _ABOUT = """\
 Show where the tokens of all prompts came from, why the others were computed, and what to do about it.
 
 With --tenant: the prompts of one tenant. With --request-id: one of the last 1,000 requests of each pod.
+Without NAME: all clusters of the namespace, but --tenant needs the name if there are several.
 """
 
 
@@ -39,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     status = "exit status: 0; 2 if the cluster cannot be read, or no pod knows the request or the tenant"
     printing.describe(parser, _ABOUT, status, "-n team qwen3-8b", "--request-id cmpl-8b2f")
-    connection.add_connection(parser)
+    connection.add_connection(parser, default="all")
     printing.add_output(parser)
     subject = parser.add_mutually_exclusive_group()
     about = "request id as in the engine's answer, or a part of it"
@@ -52,15 +54,27 @@ def _run(arguments: argparse.Namespace) -> int:
     async def show(connected: connection.ApiConnection) -> int:
         if arguments.request_id is not None:
             return await _explain_request(connected, arguments)
-        gathered = await gather(connected, arguments.name)
         if arguments.tenant is not None:
-            _print_tenant(gathered, arguments)
+            _print_tenant(await gather(connected, arguments.name), arguments)
             return 0
-        print_problems(problems_of(gathered.pods, gathered.problems))
-        print(printing.answer(arguments.output, overview(gathered), explanation(gathered)), end="")
+        clusters = await connected.named_or_all(arguments.name)
+        gathered = [await gather_of(connected, cluster) for cluster in clusters]
+        documents = [explanation(each) for each in gathered]
+        print_problems([problem for each in documents for problem in each["problems"]])
+        value = {"version": 1, "clusters": documents} if documents[1:] else documents[0]
+        print(printing.answer(arguments.output, _lines(gathered), value), end="")
         return 0
 
     return connection.run(arguments, show)
+
+
+def _lines(clusters: Sequence[Gathered]) -> Iterator[str]:
+    """Yield the overview of each cluster, with its name if there are several."""
+    for each in clusters:
+        if len(clusters) > 1:
+            yield "{namespace}/{name}".format_map(each.cluster["metadata"])
+        yield from overview(each)
+        yield from [""] * (len(clusters) > 1)
 
 
 def overview(gathered: Gathered) -> Iterator[str]:
@@ -129,8 +143,8 @@ def problems_of(pods: Sequence[PodFigures], problems: Iterable[str]) -> list[str
 
 
 async def _explain_request(connected: connection.ApiConnection, arguments: argparse.Namespace) -> int:
-    cluster = await connected.cluster(arguments.name)
-    pods = await pods_of(connected, cluster["metadata"]["name"])
+    await connected.named_or_all(arguments.name)
+    pods = await pods_of(connected, arguments.name)
     get = PodHttp(connected.api, seconds=POD_SECONDS).get
     query = urlencode({"id": arguments.request_id}, errors="replace")
     figures = await read_each(pods, lambda pod: read_page(get, pod, f"/requests?{query}"))

@@ -66,8 +66,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 async def _text(arguments: argparse.Namespace, connected: connection.ApiConnection) -> str:
-    name, style = arguments.name, printing.Style(printing.is_colorful(sys.stdout))
-    clusters = await connected.clusters() if name is None else [await connected.cluster(name)]
+    style = printing.Style(printing.is_colorful(sys.stdout))
+    clusters = await connected.named_or_all(arguments.name)
     if len(clusters) > 1:
         now = datetime.now(UTC).timestamp() + (await connection.api_offset(connected.api) or 0.0)
         summaries = [summary_of(cluster, now) for cluster in clusters]

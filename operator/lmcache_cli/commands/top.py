@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     async def show(connected: connection.ApiConnection) -> int:
-        await (connected.clusters() if arguments.name is None else connected.cluster(arguments.name))
+        await connected.named_or_all(arguments.name)
         seconds = max(_MIN_SECONDS, min(_MAX_SECONDS, arguments.interval - 0.1))
         get = PodHttp(connected.api, seconds=seconds).get
         pods, problems = list[Object](), list[str]()
