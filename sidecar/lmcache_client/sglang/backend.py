@@ -193,6 +193,7 @@ class LMCacheBackend(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # s
 
     def _go_offline(self) -> None:
         self._is_offline = True
+        self._off.warn("the backend failed and is offline until SGLang restarts")
         threading.Thread(target=self.close, name="lmcache-close", daemon=True).start()
 
     def close(self) -> None:

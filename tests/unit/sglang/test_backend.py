@@ -221,6 +221,15 @@ def test_pool_that_comes_while_the_backend_attaches_is_cached(world, make_backen
     assert (first.loads, second.loads) == ([], [(0, [3])])
 
 
+def test_backend_that_failed_says_again_that_it_is_off(make_backend, caplog):
+    backend = make_backend()
+    backend._pools = None
+    backend.register_mem_host_pool_v2(make_pool(), "draft")
+    backend._off._reminders._clock = lambda: time.monotonic() + 601
+    assert backend.batch_exists(["00" * 32]) == 0
+    assert caplog.text.count("is OFF, the engine runs without its cache: the backend failed") == 2
+
+
 def test_engine_of_another_version_starts_without_the_cache(world, monkeypatch, give_module, caplog):
     """An older version lacks classes, and a later one may ask for more methods."""
 
