@@ -99,7 +99,11 @@ HOW_TO = {
         before=("create secret generic redis-auth --from-literal=password=OLD",),
         changes={"tiers": {"peers": {}}},
     ),
-    "require-tokens-for-metrics": Page(),  # its commands are marked as not run
+    "require-tokens-for-metrics": Page(
+        "qwen3-8b.yaml",
+        "qwen3-8b",
+        {"UID": "$(kubectl get lmcluster qwen3-8b -o jsonpath='{.metadata.uid}')"},
+    ),
     "run-on-openshift": Page("qwen3-8b.yaml", "qwen3-8b"),
     "run-with-gpu-claims": Page(
         "gpu-claims.yaml",

@@ -3,7 +3,7 @@
 import os
 import subprocess
 
-from tests.harness.fences import DOCS, fences
+from tests.harness.fences import DOCS, fences, output
 from tools.debian import install
 from tools.provenance import programs
 
@@ -25,6 +25,9 @@ def test_commands_verify_and_print(published, keys, registry):
     done = run(published, keys, registry, "cosign.pub")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("The signatures were verified against the specified public key") >= 4
+    for command in ("cosign verify --key", "--type slsaprovenance1", "sidecar.cdx.json"):
+        for line in output("how-to/verify-a-release.md", command).splitlines():
+            assert line.strip("…").partition("@")[0] in done.stdout
     assert '"sourceDateEpoch"' in done.stdout
     assert "pkg:pypi/grpcio@" in done.stdout
 

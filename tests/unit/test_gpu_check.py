@@ -19,6 +19,7 @@ from benchmarks.gpu.steps import arena, facts, library
 from benchmarks.gpu.steps import tests as tests_step
 from lmcache_client.cuda.errors import CudaError
 from testing.child_process import wait_until
+from tests.harness.fences import output
 
 
 def make_results(folder):
@@ -71,6 +72,7 @@ def test_last_line_names_failures_their_meaning_and_what_did_not_run(tmp_path):
         " not run: vllm (no vllm)"
     )
     assert page.last_line(outcomes[1:2]) == "gpu-check: passed"
+    assert output("how-to/check-your-gpu.md", "make gpu-check\n").endswith("\ngpu-check: passed\n")
     late = page.last_line([Outcome("arena", LATE, 50)])
     assert late == "gpu-check: arena (stopped at its time limit): not completely measured"
     late = page.last_line([Outcome("facts", LATE, 60, entries=outcomes[0].entries[:-1])])

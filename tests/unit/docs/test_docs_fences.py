@@ -32,6 +32,10 @@ def test_every_output_follows_a_command():
     assert following == [fence for fence in ALL if fence.is_output]
 
 
+def test_each_page_shows_an_output():
+    assert [page for page in PAGES if not any(fence.output for fence in fences(page, *COMMANDS))] == []
+
+
 SHOWN = """
 NAME        READY   AGE
 tiny-8b-0   1/1     15s
