@@ -122,15 +122,18 @@ HOW_TO = {
 }
 GUIDES = {
     "add-tiers": Page("qwen3-8b.yaml", "qwen3-8b"),
+    "autoscaling": Page("autoscaled-tiers.yaml", "qwen3-8b-autoscaled"),
     "engines": Page("qwen3-8b.yaml", "qwen3-8b"),
     "gpus": Page("qwen3-8b.yaml", "qwen3-8b"),
     "install": Page("qwen3-8b.yaml", "qwen3-8b"),
     "monitor": Page("qwen3-8b.yaml", "qwen3-8b"),
     "own-pods": Page("injection.yaml", "settings", {"deployment.yaml": "examples/injection.yaml"}),
+    "prefill-decode": Page("prefill-decode.yaml", "qwen3-8b-split"),
+    "routing": Page("router.yaml", "qwen3-8b-routed"),
     "scale": Page("qwen3-8b.yaml", "qwen3-8b"),
     "tenants": Page("qwen3-8b.yaml", "qwen3-8b"),
 }
-OFF_CLUSTER = {"autoscaling", "library", "peers", "sglang", "sidecar"}
+OFF_CLUSTER = {"library", "peers", "sglang", "sidecar"}
 """Guides whose commands need a sidecar, an engine or traffic."""
 _POINT = {"size": "64Gi", "hit": "0.32", "low": "0.30", "high": "0.34", "netPerHour": "-0.4"}
 _WHY = {"reason": "It saves more than it costs.", "limitedBy": "None", "curve": [_POINT]}
