@@ -22,6 +22,9 @@ from testing.processes import RedisProcess, SidecarProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT_TOKENS, ANSWER_TOKENS, WARM_UP_TOKENS = 8192, 32, 256
+WARM_UP_TOKEN = {"cold": 7, "memory hit": 8, "remote hit": 9}
+"""Token that fills the warm-up prompt of each round. No engine has a hit in its warm-up, so each knows its
+speed afterwards. It then waits for rows of Redis as long as it would compute, also on a busy machine."""
 SIDECAR_PORT = 9464
 Alone = Callable[[], AbstractContextManager[None]]
 """Creates a context in which no other work of the demo runs."""
@@ -69,9 +72,11 @@ def ask(url: str, tokens: list[int], max_tokens: int) -> Answer:
 def measure(label: str, kind: Kind, engine: Engine, sidecar: SidecarProcess, alone: Alone) -> Answer:
     """Send the prompt to an engine. Returns after the sidecar has written its rows."""
     warm_up_rows = WARM_UP_TOKENS // kind.chunk_tokens
+    rows_before = sidecar.stats()["memory"]["used_rows"]
     with alone():
-        ask(engine.url, [7] * WARM_UP_TOKENS, 1)  # the first request of a process pays for lazy imports
-        wait_until_written(sidecar, warm_up_rows)
+        # The first request of a process pays for lazy imports.
+        ask(engine.url, [WARM_UP_TOKEN[label]] * WARM_UP_TOKENS, 1)
+        wait_until_written(sidecar, rows_before + warm_up_rows)
         answer = ask(engine.url, prompt(), ANSWER_TOKENS)
     note(f"answer: {answer.tokens[:12]} ...")
     note(f"{label}: first token after {answer.ttft_seconds * 1e3:.0f} ms,"
