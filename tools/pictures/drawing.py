@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from lmcache_cli.commands import explain, printing, status
+from lmcache_cli.commands import explain, printing, status, status_screen
 from lmcache_cli.commands.gather import Gathered, PodFigures
 from tools.pictures import BOARDS, RECORDING, panels, terminal
 from tools.pictures.boards import load
@@ -29,7 +29,7 @@ def render() -> dict[str, str]:
 
 def printed(figures: Gathered) -> dict[str, list[str]]:
     """Return the lines that each command prints about recorded figures."""
-    screen = status.screen(status.status_of(figures), printing.Style(True), _WIDTH)
+    screen = status_screen.screen(status.status_of(figures), printing.Style(True), _WIDTH)
     return {"status": list(screen), "explain": list(explain.overview(figures))}
 
 
