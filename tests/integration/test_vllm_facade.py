@@ -135,12 +135,17 @@ class Broken:
 
 
 @pytest.mark.parametrize(("hook", "arguments", "neutral"), SCHEDULER_HOOKS)
-def test_fault_in_a_scheduler_hook_disables_the_connector(scheduler, hook, arguments, neutral):
+def test_fault_in_a_scheduler_hook_disables_the_connector(scheduler, hook, arguments, neutral, caplog):
     scheduler._scheduler = Broken(scheduler._scheduler)
     assert getattr(scheduler, hook)(*arguments()) == neutral
     for name, other_arguments, value in SCHEDULER_HOOKS:
         assert getattr(scheduler, name)(*other_arguments()) == value
     assert scheduler._scheduler._is_offline
+    assert " failed, and this process stays offline until the engine restarts" in caplog.text
+    said = caplog.text.count("is OFF")
+    scheduler._off._reminders._clock = lambda: time.monotonic() + 601
+    scheduler.build_connector_meta(make_output())
+    assert caplog.text.count("is OFF") == said + 1
 
 
 @pytest.mark.parametrize(("hook", "arguments", "neutral"), WORKER_HOOKS)
@@ -223,7 +228,7 @@ def test_unsupported_kv_caches_leave_the_engine_unchanged(worker, caplog):
     worker.register_kv_caches({"layer": "not a tensor"})
     assert worker.get_handshake_metadata() is None
     assert worker.get_finished(set()) == (set(), set())
-    worker._worker._off._reminders._clock = lambda: time.monotonic() + 601
+    worker._worker.off._reminders._clock = lambda: time.monotonic() + 601
     assert worker.get_finished(set()) == (set(), set())
     assert caplog.text.count("is OFF, the engine runs without its cache: this engine cannot be cached: ") == 2
 

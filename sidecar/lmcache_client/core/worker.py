@@ -72,7 +72,8 @@ class WorkerSide:
         self._is_identity_reported = False  # to the scheduler side
         self._attach = attach
         self._clock = clock
-        self._off = OffNotice(clock=clock)
+        self.off = OffNotice(clock=clock)
+        """Warns that this rank is not cached, again with the steps of the engine."""
         self._lock = threading.Lock()  # protects the next two against the thread that attaches
         self._is_offline = False
         self._client: SidecarClient | None = None  # None: nothing is copied
@@ -144,7 +145,7 @@ class WorkerSide:
 
         Waits at most ``LOAD_WAIT_SECONDS`` for a load, and only if the step computes nothing.
         """
-        self._off.repeat()
+        self.off.repeat()
         step = _step(meta)
         self._announce(step)
         if step.held:
@@ -193,7 +194,7 @@ class WorkerSide:
         try:
             client, copier, identity = self._attach(kv_caches)
         except Exception as error:  # whatever it is: an engine that can't be cached must run unaffected
-            self._off.warn(f"{NOT_CACHED}: {error}")
+            self.off.warn(f"{NOT_CACHED}: {error}")
             return
         with self._lock:
             if not self._is_offline:

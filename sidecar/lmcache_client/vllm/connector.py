@@ -62,6 +62,7 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
             check_version(vllm.__version__)
             if role == KVConnectorRole.SCHEDULER:
                 self._scheduler = _make_scheduler(vllm_config, kv_cache_config)
+                self._off = self._scheduler.off
             else:
                 self._worker = _make_worker(vllm_config, kv_cache_config)
         except Exception as error:
@@ -275,6 +276,7 @@ def _call(side: VLLMScheduler | WorkerSide | None, hook: str, neutral: T, *args:
         logger.exception("LMCache Cluster goes offline in this process: %s failed, the engine goes on", hook)
     try:
         side.go_offline()
+        side.off.warn(f"{hook} failed, and this process stays offline until the engine restarts")
         return cast("T", getattr(side, hook)(*args))
     except Exception:
         return neutral

@@ -14,6 +14,7 @@ from lmcache_client.core.jobs import StepMeta, WorkerReport
 from lmcache_client.core.scheduler import SchedulerSide
 from lmcache_client.core.tracing import ENGINE_MEMORY
 from lmcache_client.errors import private_until_restart
+from lmcache_client.off_notice import OffNotice
 from lmcache_client.vllm import hand_over
 from lmcache_client.vllm.extra_keys import ExtraKeyFinder
 from lmcache_store.common.units import ceil_div
@@ -113,6 +114,8 @@ class VLLMScheduler(SchedulerSide):
         self._has_older_kv = False  # vLLM's own cache may hold KV from before this call
         self._tables: dict[str, BlockTables] = {}  # with vLLM 0.29
         self._open_loads = OpenLoads(num_blocks - 1)
+        self.off = OffNotice()
+        """Warns that this side is offline."""
         self.free_blocks: Callable[[Any], object] | None = None
         """Returns the blocks of a request to vLLM; None with vLLM 0.29."""
 
