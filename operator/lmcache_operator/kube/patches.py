@@ -1,4 +1,4 @@
-"""Bodies of server-side apply. Pure."""
+"""Bodies of server-side apply."""
 
 from __future__ import annotations
 
