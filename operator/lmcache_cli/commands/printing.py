@@ -58,4 +58,7 @@ def terminal_width() -> int:
 
 def wrapped(text: str, columns: int, begin: str, *, indent: int = 2) -> list[str]:
     """Return a text as lines. ``begin``: start of the first line. ``indent``: spaces before the others."""
-    return wrap(text, columns, initial_indent=begin, subsequent_indent=" " * indent, break_on_hyphens=False)
+    return wrap(
+        text, columns, initial_indent=begin, subsequent_indent=" " * indent, break_on_hyphens=False,
+        break_long_words=False,  # addresses stay whole, because users paste them
+    )  # fmt: skip

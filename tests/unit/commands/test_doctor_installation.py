@@ -9,9 +9,11 @@ import yaml
 from lmcache_cli.commands.doctor.answers import ApiAnswer
 from lmcache_cli.commands.doctor.checks import run_checks
 from lmcache_cli.commands.doctor.checks.rights import FORWARD, OPERATOR_RIGHTS, PROXY, USER_RIGHTS
-from lmcache_cli.commands.doctor.command import exit_status
+from lmcache_cli.commands.doctor.command import exit_status, lines
 from lmcache_cli.commands.doctor.facts import Right
 from lmcache_cli.commands.doctor.results import Level
+from lmcache_cli.commands.printing import Style
+from lmcache_operator import DOCS
 from lmcache_operator.api import GROUP, PLURAL
 from tests.harness.commands.command_world import NOW
 from tests.harness.commands.doctor_world import (
@@ -142,6 +144,12 @@ def test_wrong_clock_of_the_user_does_not_blame_the_pods(pods_time, offset, text
     ((check, level, statement),) = problems(run_checks(right))
     assert (check, level) == ("clocks", WARNING)
     assert f"differ by {text}" in statement
+
+
+def test_address_in_a_remedy_stays_whole():
+    absent = facts(operators=listing(), listed_clusters=MISSING, clusters=())
+    shown = list(lines(absent, run_checks(absent), Style(False), 60))
+    assert f"{DOCS}/get-started/cluster.md" in "\n".join(shown).split()
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ MAX_CLOCK_SECONDS = 5.0
 """Difference of two clocks that is a warning. Certificates, `until` of shards and rates depend on clocks."""
 _MAX_START = timedelta(minutes=10)
 """Time for images and probes of an operator's pod, after which it has a problem."""
-_FROM_CHECKOUT = f"in a checkout ({DOCS}/get-started/cluster.md):"
+_FROM_CHECKOUT = f"in a checkout, as {DOCS}/get-started/cluster.md says:"
 _PATIENT_SECONDS = 120
 _VERSION_LABEL = "app.kubernetes.io/version"
 _OPERATOR = "app.kubernetes.io/component=operator"
