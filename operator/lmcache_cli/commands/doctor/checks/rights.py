@@ -39,7 +39,7 @@ _OF_OPERATOR: Mapping[tuple[str, str], Sequence[str]] = {
     ("", "events"): ("get", "list", *_CREATE),
     ("", "namespaces"): ("get",),
     ("", "pods/eviction"): ("create",),
-    ("coordination.k8s.io", "leases"): ("get", "create", "update"),
+    ("coordination.k8s.io", "leases"): ("create",),
 }
 """Verbs that the chart grants the operator, by group and resource. A test compares this with the chart."""
 OPERATOR_RIGHTS: Sequence[Right] = [
