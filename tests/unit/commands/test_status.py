@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lmcache_cli.commands import printing
 from lmcache_cli.commands.gather import Gathered, PodFigures
+from lmcache_cli.commands.savings import price_of_token
 from lmcache_cli.commands.status import state_of, status_of
 from lmcache_cli.commands.status_screen import screen
 from tests.harness.commands.command_world import (
@@ -277,6 +278,9 @@ def test_savings_are_shown_at_the_prices_of_the_spec() -> None:
     on_cpus = gathered(figures(benefit=saved), autoscaling={"prices": prices}, engine={"gpu": {"count": 0}})
     assert table(text(on_cpus), "With a hit") == table(shown, "SAVINGS")[-1:]
     assert "USD" not in text(on_cpus)
+    speed = {"gpus": 1, "prefill_tokens_per_second": 500.0}
+    priced = [gathered(figures(lookups=speed), engine={"gpu": {"count": number}}) for number in (0, 1)]
+    assert [price_of_token(each) > 0 for each in priced] == [False, True]
     young = gathered(figures(benefit=saved, uptime_seconds=59.0), autoscaling={"prices": prices})
     assert "SAVINGS" not in text(young)
     small = {"saved_gpu_seconds": 5.0, "tier_byte_seconds": {"memory": 1.0}}
