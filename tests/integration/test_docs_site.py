@@ -41,18 +41,21 @@ _DRAWINGS = """
   return {width, height, is_whole, faintest, contrast: least}
 })
 """
-# The width that each page needs. Its content replaces that of the open page: this is faster than a visit.
+# The width that each page needs, and its commands that are wider than their box. The content of each page
+# replaces that of the open page: this is faster than a visit.
 _WIDTHS = """
 async paths => {
-  const widths = {}
+  const measured = {}
   for (const path of paths) {
     const html = await (await fetch(new URL(path, location))).text()
     const content = new DOMParser().parseFromString(html, "text/html").querySelector(".md-content")
     content.querySelectorAll("img").forEach(image => image.removeAttribute("src"))
     document.querySelector(".md-content").replaceWith(content)
-    widths[path] = document.documentElement.scrollWidth
+    const commands = [...content.querySelectorAll(".language-sh code")]
+    const cut = commands.filter(code => code.scrollWidth > code.clientWidth)
+    measured[path] = [document.documentElement.scrollWidth, cut.map(code => code.textContent)]
   }
-  return widths
+  return measured
 }
 """
 
@@ -119,8 +122,9 @@ def test_search_finds_the_page(browser, site):
         expect(opened.page.locator("h1")).to_contain_text("Uninstall")
 
 
-def test_no_page_scrolls_sideways_on_a_phone(browser, site):
+def test_no_page_and_no_command_scrolls_sideways_on_a_phone(browser, site):
     with visit(browser, site, viewport=PHONE) as opened:
         opened.open("")
         assert opened.page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
-        assert opened.page.evaluate(_WIDTHS, site.pages) == dict.fromkeys(site.pages, PHONE["width"])
+        expected = {path: [PHONE["width"], []] for path in site.pages}
+        assert opened.page.evaluate(_WIDTHS, site.pages) == expected
