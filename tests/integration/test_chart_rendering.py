@@ -164,21 +164,29 @@ def test_no_injection_policies_without_the_kind_or_if_disabled(helm):
     assert policies(helm, *has_kind, "--set", "injection.enabled=false") == []
 
 
-def test_policy_for_authors_names_the_allowed_objects_and_can_be_off(helm):
-    def rendered_policies(*settings: str) -> list[dict]:
-        return [o for o in rendered(helm, *settings) if o["kind"].startswith("ValidatingAdmissionPolicy")]
+def test_policy_for_authors_names_the_allowed_objects_and_policies_can_be_off(helm):
+    def policies_by_action(*settings: str) -> dict[str, dict]:
+        """The specs of the validating policies."""
+        objects = [o for o in rendered(helm, *settings) if o["kind"].startswith("ValidatingAdmissionPolicy")]
+        specs = {o["metadata"]["name"]: o["spec"] for o in objects if o["kind"].endswith("Policy")}
+        bindings = [o["spec"] for o in objects if o["kind"].endswith("Binding")]
+        assert sorted(specs) == sorted(binding["policyName"] for binding in bindings)
+        return {",".join(b["validationActions"]): specs[b["policyName"]] for b in bindings}
 
     settings = ["policies.restrictClusters.secrets={hf,redis}", "policies.restrictClusters.claims={models}"]
-    policy, binding = rendered_policies(*settings)
-    assert binding["spec"]["policyName"] == policy["metadata"]["name"]
-    assert (binding["spec"]["validationActions"], policy["spec"]["failurePolicy"]) == (["Deny"], "Fail")
-    assert '["hf","redis"]' in str(policy["spec"]["variables"])
-    assert '["models"]' in str(policy["spec"]["validations"])
-    assert "namespaceSelector" not in policy["spec"]["matchConstraints"]
-    listed, _ = rendered_policies("watchNamespaces={a,b}")
-    (expression,) = listed["spec"]["matchConstraints"]["namespaceSelector"]["matchExpressions"]
-    assert expression == {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["a", "b"]}
-    assert rendered_policies("policies.restrictClusters.enabled=false") == []
+    policies = policies_by_action(*settings)
+    assert {action: policy["failurePolicy"] for action, policy in policies.items()} == {
+        "Deny": "Fail",
+        "Warn": "Ignore",
+    }
+    assert '["hf","redis"]' in str(policies["Deny"]["variables"])
+    assert '["models"]' in str(policies["Deny"]["validations"])
+    assert all("namespaceSelector" not in policy["matchConstraints"] for policy in policies.values())
+    for policy in policies_by_action("watchNamespaces={a,b}").values():
+        (expression,) = policy["matchConstraints"]["namespaceSelector"]["matchExpressions"]
+        assert expression == {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["a", "b"]}
+    assert [*policies_by_action("policies.restrictClusters.enabled=false")] == ["Warn"]
+    assert [*policies_by_action("policies.warnOfDiscardedKV.enabled=false")] == ["Deny"]
 
 
 def test_replicas_elect_a_leader_and_run_on_different_nodes(helm):

@@ -89,8 +89,9 @@ def with_template(template: Object) -> Object:
     return {**operator_model.MINIMAL_SPEC, "engine": {"podTemplate": template}}
 
 
-def test_policy_has_no_type_errors(plane, submit):
-    status = plane.wait(lambda: plane.api.get(POLICIES, POLICY).get("status"))
+@pytest.mark.parametrize("name", [POLICY, f"discarded-kv.{POLICY}"])
+def test_policy_has_no_type_errors(plane, submit, name):
+    status = plane.wait(lambda: plane.api.get(POLICIES, name).get("status"))
     assert status.get("typeChecking", {}) == {}
 
 

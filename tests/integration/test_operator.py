@@ -1,5 +1,6 @@
 """The operator on a real API server with real controllers and scheduler. kwok plays the kubelet."""
 
+import json
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
@@ -8,8 +9,9 @@ import pytest
 from testing.child_process import answers
 from testing.kube.api import Object
 from testing.kube.cluster import Cluster
+from testing.kube.operator import RELEASE, SYSTEM_NAMESPACE
 from tests.harness.commands.plugin import LIST_PODS, READ, Commands, kubeconfig_with
-from tests.harness.kube import CLUSTERS, EXAMPLE, NAME, Operator, example, new_namespace
+from tests.harness.kube import CLUSTERS, EXAMPLE, NAME, Operator, example, helm_error, new_namespace
 from tests.harness.operator.clusters import (
     ENGINE,
     condition,
@@ -184,6 +186,50 @@ def test_kubectl_scale_changes_the_number_of_engine_pods(plane, operator, namesp
     assert scale["spec"]["replicas"] == scale["status"]["replicas"] == 3
     # An autoscaler uses the selector to count pods: it selects exactly the engine's pods.
     assert len(plane.api.objects("v1/pods", namespace, scale["status"]["selector"])) == 3
+
+
+def test_kubectl_warns_of_a_change_that_discards_cached_kv_before_it_happens(plane, operator, shared):
+    """A dry run shows the warning, too. Other changes, `kubectl scale` and the operator cause none."""
+    flags = ("--namespace", shared, "--warnings-as-errors", "--dry-run=server")
+
+    def patch(spec: Object, *more: str) -> list[str]:
+        change = f"--patch={json.dumps({'spec': spec})}"
+        return ["patch", f"lmcluster/{NAME}", "--type=merge", change, *flags, *more]
+
+    options = {
+        "block-size": "32",
+        "dtype": "half",
+        "kv-cache-dtype": "fp8",
+        "page-size": "64",
+        "quantization": "awq",
+    }
+    engine = {
+        "args": ["--dtype=float", *(f"--{option}={value}" for option, value in options.items())],
+        "gpu": {"count": 4},
+        "parallelism": {"tensor": 2, "pipeline": 2},
+        "prefill": {"args": ["--kv_cache_dtype", "fp8"]},
+    }
+    rest = {"router": {}, "tiers": {"peers": {}}}
+    spec = {"engine": engine, "model": {"revision": "v2"}, "sidecar": {"chunkTokens": 512}, **rest}
+    changes = [
+        "model.revision changes from unset to v2",
+        "engine.parallelism.tensor changes from 1 to 2",
+        "engine.parallelism.pipeline changes from 1 to 2",
+        "sidecar.chunkTokens changes from 256 to 512",
+        *(f"engine.args --{option} changes from unset to {value}" for option, value in options.items()),
+        "engine.prefill.args --kv-cache-dtype changes from unset to fp8",
+    ]
+    (warning, _) = helm_error(plane.kubectl, *patch(spec)).splitlines()
+    policy = f"'discarded-kv.{RELEASE}-lmcache-operator.{SYSTEM_NAMESPACE}'"
+    assert warning == (
+        f"Warning: Validation failed for ValidatingAdmissionPolicy {policy} with binding {policy}: "
+        f"{', '.join(f'spec.{change}' for change in changes)}, so engines do not find the rows that are "
+        "cached so far. They find them again if you undo the change"
+    )
+    plane.kubectl(*patch(spec, f"--as={operator.user}"))
+    plane.kubectl(*patch({"engine": {"image": "other:1", "args": ["--max-num-seqs=8"], "replicas": 3}}))
+    plane.kubectl("scale", f"lmcluster/{NAME}", "--replicas=3", *flags[:-1])
+    plane.kubectl("scale", f"lmcluster/{NAME}", "--replicas=2", *flags[:-1])
 
 
 def test_new_image_replaces_every_pod_by_eviction(plane, operator, namespace):

@@ -37,7 +37,7 @@ VALUES: tuple[tuple[str, ...], ...] = (
     (),
     (
         "watchNamespaces={a,b}", "crds.enabled=false", "metrics.service.enabled=false",
-        "policies.restrictClusters.enabled=false",
+        "policies.restrictClusters.enabled=false", "policies.warnOfDiscardedKV.enabled=false",
     ),
     (
         "image.digest=sha256:" + "0" * 64, "imagePullSecrets[0].name=x",

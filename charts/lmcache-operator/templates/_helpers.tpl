@@ -91,6 +91,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if $problems }}{{ fail (join "\n" $problems) }}{{ end }}
 {{- end }}
 
+{{/* The namespaces to which an admission policy applies; empty: all. */}}
+{{- define "lmcache-operator.servedNamespaces" -}}
+{{- with .Values.watchNamespaces -}}
+namespaceSelector:
+  matchExpressions:
+    - {key: kubernetes.io/metadata.name, operator: In, values: {{ toJson . }}}
+{{- end }}
+{{- end }}
+
 {{/* The API version of MutatingAdmissionPolicy; empty: do not install the policy. */}}
 {{- define "lmcache-operator.policyVersion" -}}
 {{- $group := "admissionregistration.k8s.io" }}

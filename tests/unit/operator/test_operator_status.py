@@ -1,13 +1,20 @@
 """The status of a cluster, its conditions and Events, and reasons for missing or unready pods."""
 
+import json
+import re
+from collections import Counter
 from typing import Any
 
 import pytest
+import yaml
 
+from lmcache_operator.api.parse import parse
+from lmcache_operator.components.engine.kv_fields import OPTIONS, kv_fields
 from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.reconcile.status import changed_conditions, derive_status, events
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
+from testing.kube.operator import CHART, CRDS
 from tests.harness.operator.model import World, cluster
 from tests.harness.operator.plans import (
     EARLY,
@@ -20,6 +27,7 @@ from tests.harness.operator.plans import (
     settled_world,
     status_of,
 )
+from tools.resource_docs import COMPLETE
 
 # -- reasons for missing or unready pods
 
@@ -166,6 +174,25 @@ def test_change_that_discards_cached_kv_says_so_until_all_pods_are_replaced(
     for pod in world.pods.values():
         pod["metadata"]["annotations"]["lmcache.io/kv-fields"] = "[" * 5000
     assert "not found any more" not in str(status_of(world))
+
+
+def test_chart_warns_of_all_fields_that_discard_cached_kv_and_can_be_changed() -> None:
+    spec = yaml.safe_load(COMPLETE)["spec"]
+    spec["engine"]["args"] = [f"{option}=1" for option in OPTIONS]
+    schema = yaml.safe_load(CRDS[0].read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+
+    def can_be_changed(path: str) -> bool:
+        field = schema["properties"]["spec"]
+        for name in path.split(" ")[0].split("."):
+            field = field["properties"][name]
+        return "self == oldSelf" not in str(field.get("x-kubernetes-validations"))
+
+    policy = (CHART / "templates" / "policies.yaml").read_text()
+    paths = re.findall(r"\['([\w.]+)'\] \+", policy)
+    options = re.findall(r"'(--[\w-]+)'", policy.partition("name: fields")[2])
+    assert Counter([*paths, *(f"engine.args {option}" for option in options)]) == Counter(
+        filter(can_be_changed, json.loads(kv_fields(parse(cluster(spec)))))
+    )
 
 
 def test_problems_are_listed_and_make_a_cluster_unready_that_does_not_serve() -> None:

@@ -1,6 +1,7 @@
 """Fields of the spec that cached KV depends on: after a change, engines do not find former rows. Pure.
 
-They follow from what the connectors list as the namespace (``lmcache_client.vllm.fingerprint``).
+They follow from what the connectors list as the namespace (``lmcache_client.vllm.fingerprint``). The chart's
+policy ``discarded-kv`` lists the fields that can be changed: with it, kubectl warns before the change.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from lmcache_operator.contract.base import Observed
 from lmcache_operator.specs import Object, names
 from lmcache_store.common.text import plain
 
-_OPTIONS = ("--block-size", "--dtype", "--kv-cache-dtype", "--page-size", "--quantization")
+OPTIONS = ("--block-size", "--dtype", "--kv-cache-dtype", "--page-size", "--quantization")
 
 
 def kv_fields(cluster: Cluster) -> str:
     """The fields with their values, as JSON for an annotation of the pods."""
     engine, model = cluster.engine, cluster.spec.model
-    options = {f"engine.args {name}": kind_of(cluster).option(engine.args, name) for name in _OPTIONS}
+    options = {f"engine.args {name}": kind_of(cluster).option(engine.args, name) for name in OPTIONS}
     fields = {
         "model.name": model and model.name,
         "model.revision": model and model.revision,
