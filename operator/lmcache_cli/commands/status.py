@@ -16,6 +16,7 @@ from lmcache_cli.commands.heartbeat import attendance, sentence
 from lmcache_cli.commands.pod_state import failure_of_pod, is_starting
 from lmcache_cli.commands.savings import document, has_gpus, lower_sizes, price_of_token, saved_by
 from lmcache_cli.commands.status_screen import list_lines, screen
+from lmcache_operator.components.router.router import had_prefill_pods
 from lmcache_operator.contract.conditions import Expected
 from lmcache_operator.pods.pods import is_ready
 from lmcache_operator.specs import Object
@@ -126,7 +127,10 @@ def _desired(cluster: Object) -> int | None:
 
 
 def state_of(cluster: Object) -> str:
-    """Return the state in a few words, such as ``Serving (1 of 2), Replacing``."""
+    """Return the state in a few words, such as ``Serving (1 of 2), Replacing``.
+
+    The count of engine pods gives way to other parts without which requests fail although engines are ready.
+    """
     conditions = {each["type"]: each for each in dig(cluster, "status", "conditions") or ()}
     ready, progressing = conditions.get("Ready"), conditions.get("Progressing", {})
     if ready is None:
@@ -135,13 +139,20 @@ def state_of(cluster: Object) -> str:
     moving = str(progressing.get("reason")) if progressing.get("status") == "True" else ""
     is_degraded = conditions.get("Degraded", {}).get("status") == "True"
     count = f" ({num_ready} of {desired})" if desired is not None else ""
+    parts = {"RouterAvailable": "router"}
+    if had_prefill_pods(cluster):
+        parts["PrefillAvailable"] = "prefill pod"
+    absent = [noun for kind, noun in parts.items() if conditions.get(kind, {}).get("status") == "False"]
+    is_cut_off = bool(absent) and num_ready > 0 and ready["status"] == "False"
+    if is_cut_off:
+        count = f" (no {' and no '.join(absent)} is ready)"
     if ready["status"] == "Unknown":
         word = "Unknown"
     elif desired == 0 and not num_ready and not moving:
         word = "Scaled to zero"
     elif ready["status"] == "True" and (not moving or moving == "Resizing") and num_ready >= (desired or 0):
         word = "Ready"
-    elif num_ready:
+    elif num_ready and not is_cut_off:
         word = f"Serving{count}"
     elif moving in ("Starting", "Scaling") and not is_degraded:
         word, moving = f"Starting{count}", ""

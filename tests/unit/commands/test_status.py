@@ -212,6 +212,26 @@ def test_state_says_how_many_pods_serve_and_what_is_under_way(
     assert state_of(resource) == state
 
 
+@pytest.mark.parametrize(
+    ("absent", "moving", "state"),
+    [
+        ("Router", "", "Not ready (no router is ready)"),
+        ("Prefill", "Replacing", "Not ready (no prefill pod is ready), Replacing"),
+        ("Router Prefill", "Starting", "Starting (no router and no prefill pod is ready)"),
+    ],
+)
+def test_state_names_the_parts_that_keep_ready_engines_from_serving(
+    absent: str, moving: str, state: str
+) -> None:
+    parts = [condition(f"{part}Available", str(part not in absent)) for part in ("Router", "Prefill")]
+    resource = gathered(engine={"replicas": 2}).cluster
+    listed = [*conditions("False", "RouterNotReady", moving), *parts]
+    resource["status"] |= {"readyReplicas": 2, "conditions": listed, "router": {"pools": 2}}
+    assert state_of(resource) == state
+    resource["status"]["router"] = {"pools": 1}
+    assert "prefill" not in state_of(resource), "the router does not use prefill pods yet"
+
+
 def test_state_of_a_cluster_without_engines() -> None:
     scaled = gathered(engine={"replicas": 0})
     assert state_of(scaled.cluster) == "Scaled to zero"
