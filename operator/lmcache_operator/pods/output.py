@@ -14,7 +14,7 @@ _NOISE = re.compile(
     "|.*(ulimit|resource_tracker|leaked .* objects|destroy_process_group|[Ss]ee root cause above)"
 )
 """Frames of a traceback, and what processes print at their end whatever the cause is."""
-_ERROR = re.compile(r"\w*(error|exception)\b: ", re.IGNORECASE)
+_ERROR = re.compile("(error|exception): ", re.IGNORECASE)
 
 
 def last_error(output: str) -> str:
