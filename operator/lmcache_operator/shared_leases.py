@@ -77,9 +77,9 @@ class SharedLeases(WriteFence):
 
     async def _renew(self, namespace: str) -> None:
         lease = self._of_namespace.get(namespace) or self._elector(_lease_in(namespace))
-        self._of_namespace[namespace] = lease
         if lease.seconds_left() < LEASE_SECONDS - RETRY_SECONDS:
             await lease.renew_absence(_ABANDONED_SECONDS)
+        self._of_namespace[namespace] = lease  # now, because a deleted cluster may have removed it meanwhile
 
     def seconds_left(self, url: str) -> float:
         """See `WriteFence`. Zero: another operator may work in the namespace already."""

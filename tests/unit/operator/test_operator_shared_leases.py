@@ -226,6 +226,31 @@ def test_next_leader_of_a_release_works_at_once():
         run(body())
 
 
+def test_deleted_clusters_of_a_namespace_do_not_disturb_others():
+    """Each deleted cluster forgets the Lease of its namespace, which others are just looking for."""
+
+    async def body() -> None:
+        servers, num_runs = Servers(), itertools.count()
+        process = Process(servers, "one")
+        await wait_for(lambda: process.may_write("a"), TAKEOVER_SECONDS)
+
+        async def delete(_: ClusterKey) -> None:
+            next(num_runs)
+
+        work = process.shared.guarded(delete)
+        process.connection.trouble = lambda: 1.0
+        await asyncio.sleep(3)
+        deleting = []
+        for number in range(10):
+            deleting.append(asyncio.create_task(work(ClusterKey("a", f"{number}", "uid"))))
+            await asyncio.sleep(0.5)
+        assert await asyncio.gather(*deleting) == [None] * 10
+        assert next(num_runs) == 10
+        end(process)
+
+    run(body())
+
+
 def test_operator_without_its_right_on_a_shared_lease_stands_by_and_says_why(caplog):
     async def body() -> None:
         servers = Servers()
