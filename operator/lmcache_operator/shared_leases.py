@@ -2,9 +2,9 @@
 
 The pods of a release elect their leader by a Lease of the release. The leader also needs shared Leases:
 
-- An operator with a list of namespaces holds the Lease ``lmcache-operator`` in each of them.
+- An operator with a list of namespaces holds the Lease ``lmcache-operator-namespace`` in each of them.
 - An operator of all namespaces holds the Lease `ALL`. It leaves out each namespace that has the Lease
-  ``lmcache-operator``, which it looks for before it works or writes there.
+  ``lmcache-operator-namespace``, which it looks for before it works or writes there.
 
 The holder of a shared Lease is the release and not a pod. The next leader of the release takes it at once.
 """
@@ -108,4 +108,5 @@ class SharedLeases(WriteFence):
 
 
 def _lease_in(namespace: str) -> LeaseName:
-    return LeaseName(namespace, FIELD_MANAGER)
+    # The Lease of a release often has the name lmcache-operator, because it has the name of its Deployment.
+    return LeaseName(namespace, f"{FIELD_MANAGER}-namespace")

@@ -181,6 +181,6 @@ namespaceSelector:
   verbs: [create]
 - apiGroups: [coordination.k8s.io]
   resources: [leases]
-  resourceNames: [lmcache-operator]
+  resourceNames: [lmcache-operator-namespace]
   verbs: [get, update]
 {{- end }}

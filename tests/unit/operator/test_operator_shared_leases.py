@@ -39,8 +39,10 @@ class Servers(defaultdict[LeaseName, LeaseServer]):
 class Process:
     """A pod of a release. It is restarted whenever it ends, and works in its namespaces all the time."""
 
-    def __init__(self, servers: Servers, release: str, *namespaces: str, number: int = 0) -> None:
-        self.release, self.namespaces, self.number = LeaseName(release, "operator"), namespaces, number
+    def __init__(
+        self, servers: Servers, release: str, *namespaces: str, number: int = 0, name: str = "operator"
+    ) -> None:
+        self.release, self.namespaces, self.number = LeaseName(release, name), namespaces, number
         self.connection, self.ended, self.is_working = Connection(servers), asyncio.Event(), False
         self.shared = self._new()
         self.task = asyncio.create_task(self._run())
@@ -202,6 +204,18 @@ def test_second_release_works_only_where_no_other_one_does(first, second):
         end(processes[winner])
         await wait_for(lambda: processes[1 - winner].may_write("a"), OVERLAP_SECONDS)
         end(processes[1 - winner])
+
+    run(body())
+
+
+@pytest.mark.parametrize("namespaces", [(), ("a",)])
+def test_release_with_the_name_of_the_chart_works_in_its_own_namespace(namespaces):
+    """Its own Lease is `a/lmcache-operator`."""
+
+    async def body() -> None:
+        process = Process(Servers(), "a", *namespaces, name="lmcache-operator")
+        await wait_for(lambda: process.may_write("a"), TAKEOVER_SECONDS)
+        end(process)
 
     run(body())
 
