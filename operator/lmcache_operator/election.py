@@ -143,9 +143,9 @@ class Elector:
             if (is_abandoned or holder == self.identity) and await self._api.delete(
                 LEASE, *self.lease_name, metadata["uid"], resourceVersion=metadata["resourceVersion"]
             ):
-                lease = None
-            else:
-                self._log_standby(holder)
+                lease = await self._look()  # with finalizers it still exists, and another operator may take it
+            if lease:
+                self._log_standby(_spec(lease).get("holderIdentity"))
         self._renewed = -math.inf if lease else sent
 
     async def attempt(self) -> bool:

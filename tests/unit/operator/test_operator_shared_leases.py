@@ -16,7 +16,8 @@ from lmcache_operator import election
 from lmcache_operator.election import Elector, LeaseName
 from lmcache_operator.errors import ApiError, LeaseLostError
 from lmcache_operator.kube.client import KubeApi
-from lmcache_operator.shared_leases import ALL, SharedLeases
+from lmcache_operator.shared_leases import ALL, SharedLeases, _lease_in
+from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import ClusterKey
 from tests.harness.jumping_loop import now, run
 from tests.harness.operator.leases import Connection, LeaseServer
@@ -260,6 +261,28 @@ def test_deleted_clusters_of_a_namespace_do_not_disturb_others():
             await asyncio.sleep(0.5)
         assert await asyncio.gather(*deleting) == [None] * 10
         assert next(num_runs) == 10
+        end(process)
+
+    run(body())
+
+
+def test_abandoned_lease_with_a_finalizer_still_excludes():
+    """It remains after its deletion, so another operator may take it at any time."""
+
+    class Kept(LeaseServer):
+        def put(self, lease: Object | None, version: str | None = None) -> Object | None:
+            return super().put(lease or self.lease, version)
+
+    async def body() -> None:
+        servers = Servers()
+        lease = _lease_in("a")
+        servers[lease] = Kept()
+        servers[lease].put({"metadata": lease._asdict(), "spec": {"holderIdentity": "x/y"}})
+        process = Process(servers, "one")
+        await wait_for(lambda: process.may_write("b"), TAKEOVER_SECONDS)
+        for _ in range(200):
+            assert not process.may_write("a")
+            await asyncio.sleep(1)
         end(process)
 
     run(body())
