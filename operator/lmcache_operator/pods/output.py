@@ -11,7 +11,7 @@ _PREFIX = r"(\([^)]*\) )?((ERROR|WARNING) \d\S* \S+ \[[^]]*\] )?"
 """Start of vLLM's lines: the process, and what its log adds."""
 _NOISE = re.compile(
     rf"{_PREFIX}(  File |    |Traceback|During handling of|The above exception|For further information|$)"
-    "|.*(ulimit|resource_tracker|leaked .* objects|destroy_process_group|[Ss]ee root cause above)"
+    r"|.*(ulimit|resource_tracker|leaked \S+ objects|destroy_process_group|[Ss]ee root cause above)"
 )
 """Frames of a traceback, and what processes print at their end whatever the cause is."""
 _ERROR = re.compile("(error|exception): ", re.IGNORECASE)
