@@ -146,6 +146,20 @@ def test_wrong_clock_of_the_user_does_not_blame_the_pods(pods_time, offset, text
     assert f"differ by {text}" in statement
 
 
+@pytest.mark.parametrize(
+    "text", ["x; reboot", "$(reboot)", "x\nreboot", "\x1b[2J", "--post-renderer=x", "a},b={c"]
+)
+def test_deployment_of_a_tenant_cannot_write_a_command(text):
+    release = {"meta.helm.sh/release-name": text, "meta.helm.sh/release-namespace": text}
+    fake = deployment(args=(f"--namespace={text}", "--namespace=b"))
+    fake["metadata"]["annotations"] = release
+    result = next(each for each in run_checks(facts(operators=listing(fake))) if each.command)
+    assert result.command == (
+        "helm upgrade lmcache charts/lmcache-operator -n lmcache-system"
+        " --reset-then-reuse-values --set 'watchNamespaces={b,team}'"
+    )
+
+
 def test_address_in_a_remedy_stays_whole():
     absent = facts(operators=listing(), listed_clusters=MISSING, clusters=())
     shown = list(lines(absent, run_checks(absent), Style(False), 60))

@@ -173,6 +173,14 @@ def test_operator_is_found_in_its_usual_namespace():
     assert [each["metadata"]["name"] for each in collected.operators.items] == ["lmcache"]
 
 
+def test_operator_in_its_usual_namespace_comes_before_a_deployment_of_a_tenant():
+    fake = deployment("fake")
+    fake["metadata"]["namespace"] = "a-tenant"
+    deployments = listing(fake, deployment()).body
+    collected = read({ROOT: listing(cluster()).body, "/apis/apps/v1/deployments": deployments})
+    assert [each["metadata"]["name"] for each in collected.operators.items] == ["lmcache", "fake"]
+
+
 def test_missing_kind_differs_from_a_missing_cluster():
     assert read({ROOT: NO_KIND}).listed_clusters.is_missing
     assert read({ROOT: NO_KIND}, "demo").listed_clusters.is_missing

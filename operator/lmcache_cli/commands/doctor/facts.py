@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -25,6 +26,9 @@ CHART = "charts/lmcache-operator"
 """The chart in a checkout. No release is published."""
 RELEASE = "meta.helm.sh/release-name"
 """Annotation of Helm on all objects of a release."""
+_PLACE = "meta.helm.sh/release-namespace"
+NAME = re.compile(r"[a-z0-9][-a-z0-9.]*")
+"""Text that a command line may contain as it is. Tenants can label a Deployment of theirs as an operator."""
 
 
 class Right(NamedTuple):
@@ -198,8 +202,8 @@ class Facts:
         """
         live = [*self.operators.items, *(answer.object for answer in self.definitions.values())]
         annotations = (dig(each, "metadata", "annotations") or {} for each in live)
-        release = next((each for each in annotations if RELEASE in each), {})
-        name = release.get(RELEASE, "lmcache")
-        namespace = release.get("meta.helm.sh/release-namespace", SYSTEM_NAMESPACE)
+        releases = ((each.get(RELEASE, ""), each.get(_PLACE, SYSTEM_NAMESPACE)) for each in annotations)
+        valid = (each for each in releases if all(map(NAME.fullmatch, each)))
+        name, namespace = next(valid, ("lmcache", SYSTEM_NAMESPACE))
         options = self.options.replace(" --context", " --kube-context")
         return f"helm{options} {verb} {name} {CHART} -n {namespace} {more}"

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from lmcache_cli.commands.doctor.answers import ApiAnswer
-from lmcache_cli.commands.doctor.facts import RELEASE, SYSTEM_NAMESPACE, Facts
+from lmcache_cli.commands.doctor.facts import NAME, RELEASE, SYSTEM_NAMESPACE, Facts
 from lmcache_cli.commands.doctor.results import Result, failure, first_of, ok, unknown, warning
 from lmcache_operator import DOCS, __version__
 from lmcache_operator.api import GROUP, PLURAL
@@ -226,7 +226,8 @@ def watched_namespace(facts: Facts) -> Iterator[Result]:
         yield ok("The operator watches this namespace.")
     else:
         text = f"The operator does not watch namespace {facts.namespace}."
-        more = upgrade(facts, f"--set 'watchNamespaces={{{','.join([*watching[0], facts.namespace])}}}'")
+        valid = [each for each in watching[0] if NAME.fullmatch(each)]
+        more = upgrade(facts, f"--set 'watchNamespaces={{{','.join([*valid, facts.namespace])}}}'")
         yield failure(text, f"Add the namespace to watchNamespaces {_FROM_CHECKOUT}", command=more)
 
 
