@@ -215,13 +215,21 @@ def test_messages_have_the_form_of_vllms(monkeypatch):
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
     monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [handler])
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", False)
     monkeypatch.setattr(logging.root, "handlers", [])
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
     for name in ("lmcache_client", "lmcache_store"):
         monkeypatch.setattr(logging.getLogger(name), "handlers", [])
         monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    logging.getLogger("lmcache_store").setLevel(logging.ERROR)  # by the user
     LMCacheClusterConnector(make_config(), KVConnectorRole.SCHEDULER, None)
     assert "\nWARNING LMCache Cluster is OFF, the engine runs without its cache: " in stream.getvalue()
+    assert logging.getLogger("lmcache_store").level == logging.ERROR
+    monkeypatch.setattr(logging.root, "handlers", [handler])  # by a library, later
+    stream.truncate(0)
+    logging.getLogger("lmcache_client").warning("once")
+    assert stream.getvalue().count("once") == 1
 
 
 def test_unsupported_kv_caches_leave_the_engine_unchanged(worker, caplog):

@@ -252,8 +252,8 @@ def _share_handlers() -> None:
     engine = logging.getLogger("vllm")
     for name in ("lmcache_client", "lmcache_store"):
         if not (ours := logging.getLogger(name)).hasHandlers():
-            ours.handlers = engine.handlers
-            ours.setLevel(engine.level)
+            ours.handlers, ours.propagate = engine.handlers, engine.propagate
+            ours.setLevel(ours.level or engine.level)
 
 
 def _reset_engine_cache(scheduler: VLLMScheduler, reset: Callable[[], bool]) -> bool:
