@@ -99,7 +99,7 @@ def about_unknown(words: Iterable[str], options: Iterable[str]) -> str:
 
     It has the names of options only, because a value may be a secret.
     """
-    names = sorted({found[0] for word in words if (found := re.match(r"--[^=]*|-.$", word))})
+    names = sorted({found[0] for word in words if (found := re.match(r"--[\w-]*|-.$", word))})
     known = [*options]
     mistakes = [f"argument {name} is unknown{suggestion(name, known)}" for name in names]
     return ", ".join(mistakes) or "too many arguments"

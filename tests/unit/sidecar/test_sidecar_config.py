@@ -235,6 +235,7 @@ def test_help_names_every_option_and_its_variable(capsys):
         (["--arena", "/nowhere/arena"], "--arena: /nowhere is not a directory"),
         (["--memory-size", "900Ti"], "need"),
         (["--memory-sise=S3cr3t"], "argument --memory-sise is unknown; did you mean '--memory-size'?"),
+        (["--remote-url:redis://:S3cr3t@h"], "argument --remote-url is unknown"),
         (["--remote-passwd", "S3cr3t"], "argument --remote-passwd is unknown; did you mean"),
         (["--log-level", "info", "S3cr3t"], "too many arguments"),
         (["--memory-size"], "expected one argument"),
