@@ -71,7 +71,7 @@ _BY_CAUSE = {
     "private": (
         "were evicted from memory, and lower tiers cannot hold them, because the engine's keys are private",
         "`private_reason` in /stats of the sidecar says why. "
-        "Remedies: docs/guides/sidecar.md, When KV is private.",
+        "Remedies: docs/reference/cached-kv.md, When KV is private.",
     ),
     "not_cacheable": (
         "belong to requests that cannot be cached",
