@@ -208,7 +208,6 @@ def terminal(plane, chart, machine, namespace, tmp_path) -> Iterator[Terminal]:
             f"{registry} --version {VERSION}": str(chart),
             "CHART": str(chart),
             "NAMESPACE": namespace,
-            f"https://raw.githubusercontent.com/lmcache-cluster/lmcache-cluster/v{VERSION}/": "",
             "localhost:8000": f"localhost:{machine.api_port}",
             "localhost:9464": f"localhost:{machine.sidecar_port}",
             "--timeout=1h": "--timeout=60s",
