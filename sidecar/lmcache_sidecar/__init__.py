@@ -3,7 +3,9 @@
 ``command`` parses the command line and ``config`` the options. ``daemon`` is the process and ``sidecar``
 assembles its parts. ``server`` receives calls, ``clients`` checks them, and ``sessions`` carries them out.
 ``copiers`` reads the memory of GPUs. ``lower_tiers`` opens disk, remote and peers, ``peer_server`` serves
-rows to other pods, ``resizing`` changes the memory tier, and ``files`` are re-read while the sidecar runs.
-Figures: ``samples`` are looked-up keys, ``explain`` counts tokens by cause, ``pages`` serves all figures over
-HTTP, and ``commands`` prints them.
+rows to other pods, ``resizing`` changes the size of the memory tier, and ``files`` reads mounted files again
+when they change.
+
+These modules have to do with figures: ``samples`` records looked-up keys, ``explain`` counts tokens by cause,
+``pages`` serves all figures over HTTP, and ``commands`` prints them.
 """

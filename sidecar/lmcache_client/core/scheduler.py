@@ -3,25 +3,27 @@
 A request calls these methods in order, from the hooks of an engine's connector::
 
     add ──▶ sends a hint, so that lower tiers can start promoting
-    num_loadable ──▶ reads the index in shared memory and offers what can be loaded; None: ask again, because
-                     more rows are on their way
-    note_allocated ──▶ turns the offer into a LoadJob. The lease follows as a message with the step, or with
-                       the next step if this step computes nothing: most loads end before and need no lease
+    num_loadable ──▶ reads the index in shared memory and offers what can be loaded. If it returns None, more
+                     rows are on their way, and the engine asks again in the next step
+    note_allocated ──▶ turns the offer into a LoadJob. A message takes a lease, which protects the rows from
+                       eviction. It is sent with this step, or with the next step if this step computes
+                       nothing: most loads end before the next step and need no lease
     note_scheduled ──▶ creates a StoreJob for every chunk that this step completes
     finish ──▶ holds blocks while StoreJobs of the request are running
     take_report, note_loaded, note_released ──▶ record the jobs that the workers ended
 
 **The scheduler never waits** while it has something to compute. In a step without tokens it may sleep
-``wait_decisions.IDLE_WAIT_SECONDS`` for an answer. An engine that runs in its caller's process would spin
-otherwise, and take the GIL from the thread that answers.
+``wait_decisions.IDLE_WAIT_SECONDS`` for an answer of the lookup thread. Otherwise an engine that runs in its
+caller's process would spin, and take the GIL from that thread.
 
-**A request may wait** while more rows arrive sooner than the engine would compute them: ``wait_decisions``.
+**A request may wait** as long as more rows arrive sooner than the engine would compute them.
+``wait_decisions`` decides this.
 
 **New weights** begin a new namespace: nothing that was stored before is found again.
 
 **Without a lookup thread** (no worker has identified itself, the model is unsupported, or this side is
-offline) it knows no requests. Every method then returns what an engine without a cache expects. Loads that
-were offered before are still handed out, and fail.
+offline) the scheduler side knows no requests. Every method then returns what an engine without a cache
+expects. Loads that were offered before are still handed out, and fail.
 """
 
 from __future__ import annotations
