@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import lmcache_store
 from lmcache_client.rpc import kvcache_pb2 as pb
@@ -170,20 +171,20 @@ class Sessions:
             sources = find_sources(chains, scheduled, store.origins)
             loaded, history = scheduled.num_loaded_tokens, store.history
             self.samples.note(client.peer, chains, sources, loaded, store.memory.usable_slots)
-            blocking = find_blocking(
-                chains, len(sources), request.request_id, store.absence, history.is_stored
-            )
+            num_hit, request_id = len(sources), request.request_id
+            find = partial(find_blocking, chains, num_hit, request_id, store.absence, history.is_stored)
             self.causes.note(
                 UncountedRequest(
                     time.time(),
-                    request.request_id,
+                    request_id,
                     chains,
                     scheduled,
                     sources,
                     history,
-                    blocking,
+                    find(),
                     self._engine(client),
                     store.memory.stats.tenants.budgets.of(chains.tenant).name,
+                    store.when_answered(chains, num_hit, find),
                 )
             )
             if not chains.num_chunks:

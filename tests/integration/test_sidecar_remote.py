@@ -4,7 +4,7 @@ import pytest
 
 from testing.child_process import wait_until
 from testing.processes import RedisProcess, SidecarProcess
-from tests.harness.engine import CHUNK_BYTES, load, session_of, store
+from tests.harness.engine import CHUNK_BYTES, load, report, restart_without_memory, session_of, store
 from tests.harness.sidecar.wire import attached, make_keys, usable
 
 pytestmark = pytest.mark.redis
@@ -52,6 +52,23 @@ def test_private_rows_are_not_written_through_and_others_of_their_namespace_are(
         with session_of(sidecar) as session:
             store(session, 3)
             wait_until(lambda: num_stored(server) == 1)
+
+
+def test_rows_that_redis_finds_after_the_engine_went_on_are_too_late(server):
+    """The sidecar's memory and history are new, so it knows these rows only from the answer of Redis."""
+    with SidecarProcess(remote_url=server.unix_url, remote_timeout_seconds=30) as sidecar:
+        with session_of(sidecar) as session:
+            store(session, *ROWS)
+            sidecar.wait_until(lambda stats: stats["remote"]["written"] == len(ROWS))
+        restart_without_memory(sidecar)
+        with session_of(sidecar) as session:
+            server.freeze()
+            assert session.lookup("late", [(0, make_keys(*ROWS))]).is_probing
+            report(session, "late", *ROWS, first_blocks=bytes(range(15 * 8)), block_tokens=16)
+            assert sidecar.stats()["causes"]["prompt_tokens"] == 0, "the answer decides"
+            server.thaw()
+            causes = sidecar.wait_until(lambda stats: stats["causes"]["prompt_tokens"] and stats["causes"])
+            assert causes["cause_tokens"] == {"too_late": 256 * len(ROWS), "tail": 5}
 
 
 def test_restarted_redis_gets_hit_rows_again(server, sidecar, attach):

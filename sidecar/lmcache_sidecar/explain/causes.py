@@ -135,6 +135,8 @@ class UncountedRequest(NamedTuple):
     engine: RequestEngine = UNKNOWN_ENGINE
     tenant: str = DEFAULT_NAME
     """Name of the budget of the request's tenant."""
+    late_blocking: asyncio.Future[Blocking] | None = None
+    """The same reason once lower tiers have answered; None: none of them was being asked."""
 
 
 def call_later(seconds: float, action: Callable[[], None]) -> None:
@@ -171,24 +173,32 @@ class Causes:
             self._defer(_DEFER_SECONDS, self._settle_slice)  # after calls that arrived together
 
     def settle(self) -> None:
-        """Count all queued requests."""
-        while self._queue:
+        """Count the queued requests, up to one about which lower tiers are being asked."""
+        while self._is_next_ready:
             self._take(self._queue.popleft())
 
     def end_engine(self, engine: bytes) -> None:
         """Count the loads of an engine that is dead. They count as hits."""
-        self.settle()
+        while self._queue:
+            self._take(self._queue.popleft())
         self.open_requests.end_engine(engine)
+
+    @property
+    def _is_next_ready(self) -> bool:
+        """Is a request queued, and does no answer of a lower tier decide its causes?"""
+        if not self._queue or isinstance(self._queue[0], EndedRequest):
+            return bool(self._queue)
+        late = self._queue[0].late_blocking
+        return late is None or late.done()
 
     def _settle_slice(self) -> None:
         num_left = _SLICE_CHUNKS
         try:
-            while self._queue and num_left > 0:
-                request = self._queue.popleft()
-                num_left -= self._take(request)
+            while num_left > 0 and self._is_next_ready:
+                num_left -= self._take(self._queue.popleft())
         finally:
-            if self._queue:  # without a pause, so that any rate of requests is counted
-                self._defer(0.0, self._settle_slice)
+            if self._queue:  # requests that are ready without a pause, so that any rate is counted
+                self._defer(0.0 if self._is_next_ready else _DEFER_SECONDS, self._settle_slice)
 
     def _take(self, request: UncountedRequest | EndedRequest) -> int:
         """Process a queued request. Returns its cost in chunks."""
@@ -202,6 +212,9 @@ class Causes:
 
     def _explain(self, request: UncountedRequest) -> None:
         chains, message, sources = request.chains, request.message, request.sources
+        blocking, late = request.blocking, request.late_blocking
+        if late is not None and late.done() and not late.cancelled():
+            blocking = late.result()
         chunk, num_chunks, num_hit = chains.chunk_tokens, chains.num_chunks, len(request.sources)
         num_prompt = max(message.num_prompt_tokens, num_chunks * chunk)  # an older engine sends 0
         num_engine = min(message.num_engine_tokens or sources.count(b"e") * chunk, num_prompt)
@@ -214,16 +227,16 @@ class Causes:
             chain = np.concatenate((blocks, chunk_names(list(chains.keys[0]))))
             before = len(blocks) if num_hit else 0
             past = request.history.observe(
-                chain, before + sources.count(b"e"), before + num_hit, request.time
+                chain, before + sources.count(b"e"), before + num_hit, request.time, len(blocks)
             )
             num_known = max(0, past.num_known - len(blocks))
             depth = max(depth, num_known * chunk or min(past.num_known * message.block_tokens, chunk))
             if num_known > num_hit:
                 first_seconds = request.history.first_seconds(chain[len(blocks) + num_hit :])
                 is_recent = request.time - first_seconds < _STORING_SECONDS
-                is_storing = is_recent and request.blocking.is_unstored
-                blocking = Absence.BEING_STORED if is_storing else request.blocking.absence
-                tokens[blocking.value] = max(0, num_known * chunk - max(position, num_hit * chunk))
+                is_storing = is_recent and blocking.is_unstored
+                absence = Absence.BEING_STORED if is_storing else blocking.absence
+                tokens[absence.value] = max(0, num_known * chunk - max(position, num_hit * chunk))
             num_new = max(0, num_chunks * chunk - max(position, num_known * chunk))
             tokens[DIVERGED if past.has_diverged else NEW] = num_new
             if past.has_diverged:

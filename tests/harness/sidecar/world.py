@@ -88,6 +88,9 @@ class FakeStore:
     def absence(self, key, request) -> Absence:
         return Absence.EVICTED
 
+    def when_answered(self, chains, num_hit, find) -> None:
+        return None
+
     def reserve(self, keys, column, owner, *, length, first_chunk, request, tenant):
         return [
             self.memory.reserve(

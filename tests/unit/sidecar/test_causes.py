@@ -1,6 +1,7 @@
 """One cause for each token of a prompt."""
 
 import hashlib
+from asyncio import Future
 from unittest.mock import Mock
 
 import pytest
@@ -15,10 +16,15 @@ from lmcache_store.causes import CAUSES
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.memory.contracts import Chains
 from lmcache_store.tiers.tiered.absences import Absence
-from lmcache_store.tiers.tiered.history import ChunkHistory
+from lmcache_store.tiers.tiered.history import ChunkHistory, chunk_names
 
 CHUNK, BLOCK = 256, 16
 EVICTED = Blocking(Absence.EVICTED)
+
+
+def block_keys(prompt: str) -> list[bytes]:
+    prefixes = [prompt[: end + 1] for end in range(len(prompt))]
+    return [b"n" * 32 + hashlib.sha256(part.encode()).digest() for part in prefixes]
 
 
 class Engine:
@@ -37,12 +43,11 @@ class Engine:
         blocking: Absence | Blocking = Absence.EVICTED,
         num_tail: int = 5,
         time: float = 0.0,
+        late_blocking: Future[Blocking] | None = None,
         **origins: str,
     ) -> ExplainedRequest:
         """``num_engine`` and ``num_loaded`` are tokens; ``origins``: tiers by chunk, like ``c1="disk"``."""
-        prefixes = [prompt[: end + 1] for end in range(len(prompt))]
-        keys = [b"n" * 32 + hashlib.sha256(part.encode()).digest() for part in prefixes]
-        per_chunk = CHUNK // BLOCK
+        keys, per_chunk = block_keys(prompt), CHUNK // BLOCK
         chunk_keys = keys[per_chunk - 1 :: per_chunk]
         chains = Chains(CHUNK, (KVGroup(0, BLOCK, 4096),), (chunk_keys,))
         num_held = num_engine // CHUNK
@@ -59,7 +64,8 @@ class Engine:
         sources = find_sources(chains, message, tiers)
         if isinstance(blocking, Absence):
             blocking = Blocking(blocking, blocking is Absence.NOT_STORED)
-        self.causes.note(UncountedRequest(time, "id", chains, message, sources, self.history, blocking))
+        request = UncountedRequest(time, "id", chains, message, sources, self.history, blocking)
+        self.causes.note(request._replace(late_blocking=late_blocking))
         self.causes.settle()
         return self.causes.requests[-1]
 
@@ -114,6 +120,17 @@ def test_a_hit_counts_for_the_tier_that_held_it():
     assert explained.tokens == dict.fromkeys(("engine", "disk", "remote", "memory", "new"), CHUNK) | {
         "tail": 5
     }
+
+
+@pytest.mark.parametrize("num_hit", [0, 1])
+def test_chunks_that_only_a_lower_tier_knows_are_not_new(num_hit):
+    """Lower tiers hold chunks, so the first chunk's blocks and hits may be new to the sidecar."""
+    engine = Engine()
+    engine.history.note_found(chunk_names(block_keys(prompt("abc"))[15::16][num_hit:]))
+    explained = engine.report(prompt("abcd"), num_loaded=num_hit * CHUNK, blocking=Absence.TOO_LATE)
+    hits = {"memory": CHUNK} if num_hit else {}
+    assert explained.tokens == hits | {"too_late": (3 - num_hit) * CHUNK, "new": CHUNK, "tail": 5}
+    assert explained.common_tokens == 3 * CHUNK
 
 
 def test_a_prompt_that_leaves_an_earlier_one_has_diverged():
@@ -234,6 +251,35 @@ def test_a_request_that_cannot_be_counted_does_not_stop_the_others(monkeypatch):
     monkeypatch.undo()
     run_deferred(engine)
     assert engine.causes.stats.prompt_tokens == CHUNK + 5
+
+
+def test_a_request_is_counted_when_lower_tiers_have_answered():
+    """Requests after it wait, because the history holds chunks in the order of requests."""
+    engine = paused_engine()
+    answer: Future[Blocking] = Future(loop=Mock())
+    engine.history.note_found(chunk_names(block_keys(prompt("ab"))[15::16]))
+    engine.report(prompt("ab"), blocking=Absence.TOO_LATE, late_blocking=answer)
+    engine.report(prompt("c"))
+    run_deferred(engine)
+    assert (engine.causes.stats.prompt_tokens, engine.deferred[0][0] > 0) == (0, True)
+    answer.set_result(EVICTED)
+    run_deferred(engine)
+    assert engine.causes.stats.cause_tokens == {"evicted": 2 * CHUNK, "new": CHUNK, "tail": 10}
+    assert not engine.deferred
+
+
+@pytest.mark.parametrize("is_closing", [False, True], ids=["the engine is dead", "the store closes"])
+def test_a_request_without_an_answer_counts_with_the_reason_of_its_report(is_closing):
+    engine = paused_engine()
+    answer: Future[Blocking] = Future(loop=Mock())
+    engine.history.note_found(chunk_names(block_keys(prompt("ab"))[15::16]))
+    engine.report(prompt("ab"), blocking=Absence.TOO_LATE, late_blocking=answer)
+    if is_closing:
+        answer.cancel()
+        run_deferred(engine)
+    else:
+        engine.causes.end_engine(b"")
+    assert engine.causes.stats.cause_tokens == {"too_late": 2 * CHUNK, "tail": 5}
 
 
 def test_branches_keep_those_with_the_most_tokens():

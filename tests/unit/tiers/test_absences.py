@@ -93,6 +93,25 @@ async def test_too_late_is_a_row_on_its_way(world):
     assert absence(world) is Absence.TOO_LATE  # it arrived after the engine went on
 
 
+@pytest.mark.parametrize("is_found", [False, True], ids=["evicted", "too late"])
+@run
+async def test_an_answer_after_the_engine_went_on_decides(world, is_found):
+    """Some chunks are on their way already, and the tier is asked only for the others."""
+    keys = chain(3)
+    world.remote.fill(keys[: 3 if is_found else 1])
+    world.store.history.note_stored(chunk_names(keys))
+    find, one = (lambda: world.store.absence(keys[1])), one_chain(keys)
+    assert world.store.when_answered(one, 0, find) is None
+    world.remote.hold("probe")
+    world.lookup(keys[:1])
+    world.lookup(keys[1:], "other")
+    assert world.store.when_answered(one, 3, find) is None
+    answer = world.store.when_answered(one, 1, find)
+    assert (find(), answer.done()) == (Absence.TOO_LATE, False)
+    world.remote.open.set()
+    assert await answer is (Absence.TOO_LATE if is_found else Absence.EVICTED)
+
+
 @run
 async def test_slower_is_a_row_whose_load_takes_longer_than_computing(world):
     (measured,) = chain(1, start=1)

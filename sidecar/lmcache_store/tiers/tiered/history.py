@@ -55,18 +55,22 @@ class ChunkHistory:
         self._seconds = np.zeros(num_sets * _WAYS, np.uint32)  # time of the first look-up
         self._num_uses = 0  # calls that used chunks
 
-    def observe(self, names: Names, num_engine: int = 0, num_hit: int = 0, now: float = 0.0) -> Past:
+    def observe(
+        self, names: Names, num_engine: int = 0, num_hit: int = 0, now: float = 0.0, num_blocks: int = 0
+    ) -> Past:
         """Record a request's chunks.
 
         The leading ``num_hit`` were hits, so they are known. Those from ``num_engine`` on are in a tier.
-        ``now``: see ``first_seconds``.
+        ``now``: see ``first_seconds``. ``num_blocks``: leading names that are blocks of the first chunk. They
+        are known if it is, even if only a lower tier knows the chunk.
         """
         if not len(names):
             return Past(0, False)
         places, is_known = self._find(names)
         is_looked_up = is_known & ((self._flags[places] & _LOOKED_UP) != 0)
-        num_leading = len(names) if is_looked_up.all() else int(is_looked_up.argmin())
-        num_known = max(num_hit, num_leading)
+        has_past = is_looked_up.copy()
+        has_past[: max(num_hit, num_blocks * int(is_looked_up[num_blocks]))] = True
+        num_known = len(names) if has_past.all() else int(has_past.argmin())
         following = _following(names)
         has_diverged = False
         if 0 < num_known < len(names) and is_known[num_known - 1]:

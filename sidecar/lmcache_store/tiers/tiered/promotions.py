@@ -73,7 +73,7 @@ class Promotions:
         self._verified: dict[RowKey, asyncio.Future[None]] = {}  # set when a pending row that is read is not
         self._num_pending_slots: Counter[bytes] = Counter()  # by tenant
         self._num_taken = 0  # rows that other pods offered
-        self._probing: set[RowKey] = set()  # names of running probes
+        self._probing: dict[RowKey, asyncio.Task[None]] = {}  # running probes by name
         # Until when a key counts as absent: for one request, or ("") for all.
         self._absent: Recent[tuple[RowKey, str], float] = Recent(_MAX_ABSENT)
         # Last question of a request for a row that was handed over and is absent.
@@ -136,8 +136,7 @@ class Promotions:
             return False
         if chunk_slots:
             search.limit = min(search.limit, search.num_full + num_left // chunk_slots)
-        self._probing.add(name)
-        self._tasks.spawn(self._probe(search, name, request, chunk_seconds))
+        self._probing[name] = self._tasks.spawn(self._probe(search, name, request, chunk_seconds))
         return True
 
     def _is_expected(self, key: RowKey, place: Place, unverified: dict[Place, Slot]) -> bool:
@@ -173,6 +172,11 @@ class Promotions:
     def is_under_way(self, key: RowKey) -> bool:
         """Is the row being promoted or verified, or a lower tier being asked for it?"""
         return key in self._pending or key in self._probing
+
+    def probes(self, chains: Chains, num_hit: int) -> set[asyncio.Task[None]]:
+        """Return the running questions to lower tiers for chunks after the first ``num_hit``."""
+        missing = (key for keys in chains.keys for key in keys[num_hit:]) if self._probing else ()
+        return {self._probing[key] for key in missing if key in self._probing}
 
     @property
     def num_pending(self) -> int:
@@ -220,9 +224,10 @@ class Promotions:
                 if (following := search.next_key()) is None:
                     return
                 names.add(following)
-                self._probing.add(following)
+                self._probing[following] = self._probing[name]
         finally:
-            self._probing -= names
+            for probed in names:
+                self._probing.pop(probed, None)
         absent = search.absent()
         if (following := search.next_key()) is not None:
             absent.append(following)

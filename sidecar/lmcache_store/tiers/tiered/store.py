@@ -21,6 +21,7 @@ import enum
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from typing import TypeVar
 
 from lmcache_store.tiers.base import LowerTier, RowKey, split_row_key
 from lmcache_store.tiers.budgets import Budgets
@@ -36,6 +37,8 @@ from lmcache_store.tiers.tiered.refresh import RefreshQueue
 from lmcache_store.tiers.tiered.tasks import Outstanding, Tasks
 from lmcache_store.tiers.tiered.tier_worker import TierWorker
 from lmcache_store.tiers.tiered.write_queue import Write
+
+T = TypeVar("T")
 
 
 class Admit(enum.Enum):
@@ -171,6 +174,19 @@ class TieredStore:
             if noted is None and self.memory.is_resident(key):  # since a moment ago
                 return Absence.TOO_LATE if key in self.origins else Absence.BEING_STORED
         return self._missing(key, noted)
+
+    def when_answered(self, chains: Chains, num_hit: int, find: Callable[[], T]) -> asyncio.Task[T] | None:
+        """Call ``find`` when lower tiers have answered the running questions for chunks after the hit.
+
+        Returns None if there are no questions.
+        """
+        probes = self._promotions.probes(chains, num_hit)
+
+        async def wait() -> T:
+            await asyncio.wait(probes)
+            return find()
+
+        return self._tasks.spawn(wait()) if probes else None
 
     def _missing(self, key: RowKey, noted: Absence | None) -> Absence:
         """Return the reason why memory has no row of this key. ``noted``: result of ``Absences.of``."""
