@@ -211,7 +211,7 @@ def test_second_release_works_only_where_no_other_one_does(first, second):
 
 @pytest.mark.parametrize("namespaces", [(), ("a",)])
 def test_release_with_the_name_of_the_chart_works_in_its_own_namespace(namespaces):
-    """Its own Lease is `a/lmcache-operator`."""
+    """A release whose Lease is `a/lmcache-operator`."""
 
     async def body() -> None:
         process = Process(Servers(), "a", *namespaces, name="lmcache-operator")
@@ -267,7 +267,7 @@ def test_deleted_clusters_of_a_namespace_do_not_disturb_others():
 
 
 def test_abandoned_lease_with_a_finalizer_still_excludes():
-    """It remains after its deletion, so another operator may take it at any time."""
+    """A Lease with finalizers remains after its deletion, so another operator may take it at any time."""
 
     class Kept(LeaseServer):
         def put(self, lease: Object | None, version: str | None = None) -> Object | None:
