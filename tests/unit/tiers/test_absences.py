@@ -100,16 +100,28 @@ async def test_an_answer_after_the_engine_went_on_decides(world, is_found):
     keys = chain(3)
     world.remote.fill(keys[: 3 if is_found else 1])
     world.store.history.note_stored(chunk_names(keys))
-    find, one = (lambda: world.store.absence(keys[1])), one_chain(keys)
-    assert world.store.when_answered(one, 0, find) is None
+    find, chains = (lambda: world.store.absence(keys[1])), one_chain(keys)
+    assert world.store.when_answered(chains, 0, find) is None
     world.remote.hold("probe")
     world.lookup(keys[:1])
     world.lookup(keys[1:], "other")
-    assert world.store.when_answered(one, 3, find) is None
-    answer = world.store.when_answered(one, 1, find)
+    assert world.store.when_answered(chains, 3, find) is None
+    answer = world.store.when_answered(chains, 1, find)
     assert (find(), answer.done()) == (Absence.TOO_LATE, False)
     world.remote.open.set()
     assert await answer is (Absence.TOO_LATE if is_found else Absence.EVICTED)
+
+
+@run
+async def test_a_row_that_finds_memory_full_of_rows_in_use_is_refused(world):
+    world.remote.fill([KEY])
+    world.remote.hold("probe")
+    world.lookup([KEY])
+    await until(lambda: world.remote.num_waiting)
+    world.fill(chain(16, start=1), 0)
+    world.remote.open.set()
+    await until(lambda: world.is_idle)
+    assert absence(world) is Absence.STORE_REFUSED
 
 
 @run

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 from typing import NamedTuple
 
 from lmcache_store.common.recent import Recent
@@ -259,9 +260,10 @@ class Promotions:
 
     async def _promote(self, key: RowKey, length: int, request: str, tenant: bytes, position: int) -> None:
         """Load a row from the tier that holds it, or else from a later tier."""
+        refuse = partial(self._absences.note, key, Absence.STORE_REFUSED)
         try:
             for number, lower in enumerate(self._lower[position:], position):
-                if (write := await lower.load(key, length, request, tenant)) is not None:
+                if (write := await lower.load(key, length, request, tenant, refuse)) is not None:
                     self._refresh.mark_fresh(write.slot)
                     self.origins[key] = lower.name
                     self._absences.forget(key)

@@ -120,17 +120,25 @@ class TierWorker(TierOperations):
             rate = self.bytes_per_second if self._rate.is_certain else 0.0
         return should_load(column_bytes * self._num_columns, rate, recompute_seconds)
 
-    async def load(self, key: RowKey, length: int, request: str, tenant: bytes) -> Write | None:
+    async def load(
+        self,
+        key: RowKey,
+        length: int,
+        request: str,
+        tenant: bytes,
+        on_full: Callable[[], object] = lambda: None,
+    ) -> Write | None:
         """Load all columns of a row into memory, each a payload of ``length`` bytes, for this tenant.
 
-        Returns how to write the row to nearer tiers, or None when it was not loaded.
+        Returns how to write the row to nearer tiers, or None when it was not loaded. ``on_full``: called if
+        memory is full of rows in use.
         """
         self.num_loads += 1
         write = None
         try:
             if await self._take_turn(tenant):
                 try:
-                    write = await self._load(key, length, request, tenant)
+                    write = await self._load(key, length, request, tenant, on_full)
                 finally:
                     self._loading.give_back()
         finally:
@@ -139,9 +147,13 @@ class TierWorker(TierOperations):
         self.stats.promotions_failed += write is None and not self._memory.is_resident(key)
         return write
 
-    async def _load(self, key: RowKey, length: int, request: str, tenant: bytes) -> Write | None:
+    async def _load(
+        self, key: RowKey, length: int, request: str, tenant: bytes, on_full: Callable[[], object]
+    ) -> Write | None:
         slot = self._memory.reserve_row(key, length, request, tenant)
         if slot is None:
+            if not self._memory.knows(key):
+                on_full()
             return None
         views = self._memory.views(slot)
         columns: list[Loaded] = []
