@@ -125,6 +125,12 @@ class LookupSampler:
         return [c for c in clients if c.is_attached and c.peer.hello.namespace == self._namespace]
 
     @property
+    def computes_on_cpu(self) -> bool:
+        """Do all workers among these clients compute on CPUs?"""
+        workers = [client.peer.hello for client in self.followed() if client.peer.is_worker]
+        return bool(workers) and all(worker.computes_on_cpu for worker in workers)
+
+    @property
     def num_dropped(self) -> int:
         """Samples dropped from the ring since the start of the process."""
         return self._num_dropped + self._sampler.num_dropped

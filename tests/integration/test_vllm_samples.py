@@ -66,7 +66,7 @@ def test_samples_cover_requests_of_both_engines(world):
         assert watcher.tiers(4) == ["--", "mm", "--", "mm"]
         lookups_after = world.sidecar.stats()["lookups"]
         kv_bytes = sum(engine.ranks[0].pages.nbytes for engine in (first, second))
-    assert lookups_after["gpus"] == 2
+    assert (lookups_after["gpus"], lookups_after["computes_on_cpu"]) == (2, True)
     assert lookups_after["engine_kv_bytes"] == kv_bytes
     for name, number in (("num_lookups", 4), ("lookup_tokens", 8 * CHUNK)):
         assert lookups_after[name] - lookups_before[name] == number

@@ -86,3 +86,5 @@ class ClientHello:
     """Bytes of a worker's own KV cache; 0: unknown."""
     numa_nodes: tuple[int, ...] = ()
     """NUMA node of the GPU of each column; empty: unknown."""
+    computes_on_cpu: bool = False
+    """False: on a GPU, or unknown."""

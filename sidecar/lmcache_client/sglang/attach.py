@@ -87,6 +87,7 @@ def attach(storage_config: Any, pools: Mapping[str, Any], settings: SGLangSettin
         private_reason=name.private_reason,
         model=str(storage_config.model_name or ""),
         kv_bytes=0 if ranks.is_replica else _kv_bytes(engine, pools),
+        computes_on_cpu=getattr(engine, "device", "") == "cpu",
     )
     notice = OffNotice("lmcache.socket in --hicache-storage-backend-extra-config, or LMCACHE_SOCKET")
     client = SidecarClient(settings.socket, hello, on_rows=copier.prepare, notice=notice)

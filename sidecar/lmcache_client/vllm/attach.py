@@ -95,7 +95,7 @@ def attach_worker(
     )
     ranks = range(0, parallel.tensor_parallel_size * parallel.pipeline_parallel_size, replicas)
     nodes = _numa_nodes(hello.transfer.gpu_uuid, stage * parallel.tensor_parallel_size + rank, ranks)
-    hello = replace(hello, numa_nodes=nodes)
+    hello = replace(hello, numa_nodes=nodes, computes_on_cpu=not hello.transfer.gpu_uuid)
     identity = EngineIdentity(hello, hash_tokens, replicas, is_replica=bool(rank % replicas))
     return start_client(settings.socket, hello, copier), copier, identity
 

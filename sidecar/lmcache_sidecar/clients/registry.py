@@ -232,9 +232,10 @@ class Clients:
         return max(reasons, default=None)
 
     def num_gpus(self, engine: bytes) -> int:
-        """Return the GPUs of an engine: its attached workers, with one GPU each; at least one."""
-        peers = (client.peer for client in self.by_uuid.values() if client.is_attached)
-        return max(1, sum(peer.is_worker and peer.engine == engine for peer in peers))
+        """Return the GPUs of an engine: its attached workers that may have one; 1 if none is attached."""
+        peers = [client.peer for client in self.by_uuid.values() if client.is_attached]
+        workers = [peer for peer in peers if peer.is_worker and peer.engine == engine]
+        return sum(not peer.hello.computes_on_cpu for peer in workers) if workers else 1
 
     def _peers(self, engine: bytes) -> list[ParsedHello]:
         return [client.peer for client in self.by_uuid.values() if client.peer.engine == engine]

@@ -311,6 +311,7 @@ def collect(
     causes.benefit.hold(held_bytes(arena, handles), time.monotonic())
     branches: dict[str, Any] = {"branches": list(map(asdict, causes.branches.top(_NUM_BRANCHES)))}
     branches["uncached_reason"] = causes.uncached_reason
+    lookup_facts = {name: getattr(sessions.samples, name) for name in ("namespace", "computes_on_cpu")}
     samples = read(declared(LookupStats), sessions.samples.stats) | read(LOOKUPS, sessions.samples)
     memory = read([TARGET], resizer) | read(ARENA, arena)
     memory |= read(MEMORY, store.memory if store else None) | read(MEMORY_COUNTS, counts)
@@ -318,7 +319,7 @@ def collect(
     memory_facts |= {"resize_problem": resizer.problem, **_largest_tenants(counts)}
     return [
         StatsPart("", facts, read(SESSIONS, sessions)),
-        StatsPart("lookups", {"namespace": sessions.samples.namespace}, samples),
+        StatsPart("lookups", lookup_facts, samples),
         StatsPart("causes", branches, read(declared(CauseStats), causes.stats), "lmcache"),
         StatsPart("benefit", _benefit_facts(causes), read(declared(BenefitStats), causes.benefit), "lmcache"),
         StatsPart(

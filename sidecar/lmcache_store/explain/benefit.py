@@ -133,13 +133,16 @@ def benefit(stats: Sequence[Mapping[str, Any]], prices: Prices, shard_bytes: flo
 
 
 def usd_per_token(stats: Iterable[Mapping[str, Any]], prices: Prices) -> float:
-    """Return the price of computing one token, as the mean over all prompt tokens; 0: no speed is known."""
+    """Return the price of computing one token, as the mean over all prompt tokens.
+
+    Returns 0 if no speed is known, and on CPUs.
+    """
     usd = tokens = 0.0
     for report in stats:
         lookups = merge.part(report, "lookups")
         speed = merge.count(lookups.get("prefill_tokens_per_second"))
         number = merge.count(merge.part(report, "causes").get("prompt_tokens"))
-        if speed and number:
+        if speed and number and lookups.get("computes_on_cpu") is not True:
             price = merge.count(lookups.get("gpus")) * prices.gpu_hour / 3600 / speed
             usd, tokens = usd + number * price, tokens + number
     return usd / tokens if tokens else 0.0

@@ -203,3 +203,5 @@ def test_price_of_a_token_is_that_of_the_engines_gpus_and_speed():
     reports.append({"lookups": slow | {"prefill_tokens_per_second": 0.0}, "causes": {"prompt_tokens": 900}})
     assert usd_per_token(reports, Prices(gpu_hour=3.6)) == pytest.approx(0.001 / 500), "no speed, no price"
     assert usd_per_token([], Prices()) == 0.0
+    reports = [{"lookups": fast | {"computes_on_cpu": True}, "causes": {"prompt_tokens": 100}}]
+    assert usd_per_token(reports, Prices()) == 0.0, "CPUs have no price"

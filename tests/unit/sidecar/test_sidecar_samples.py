@@ -14,6 +14,7 @@ from lmcache_client.rpc.hello import Role
 from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.clients.validation import parse_hello
 from lmcache_sidecar.explain.sources import find_sources
+from lmcache_sidecar.pages.stats import LOOKUPS, read
 from lmcache_sidecar.samples import LookupSampler
 from lmcache_store.curves import HASHES
 from lmcache_store.kv_groups import KVGroup
@@ -185,6 +186,23 @@ def test_keys_change_with_the_namespace_after_a_reset(ring):
     first, second, third = keys(answer(ring.samples))
     assert second == third
     assert not set(first) & set(second)
+
+
+def test_only_an_engine_that_says_so_has_no_gpus(world):
+    """Engines of other versions, and SGLang's, name no GPU."""
+    engines = {False: b"f" * 16, True: b"g" * 16}
+    for is_cpu, engine in engines.items():
+        worker = world.attach(new_uuid(), engine_uuid=engine, computes_on_cpu=is_cpu)
+        world.attach(new_uuid(), engine_uuid=engine, computes_on_cpu=is_cpu)
+        world.lookup(worker, "r", 1, scheduled=pb.Scheduled())
+    clients = world.sessions.clients
+    assert [clients.num_gpus(engine) for engine in engines.values()] == [2, 0]
+    assert clients.num_gpus(b"h" * 16) == 1, "its workers are not attached"
+    figures = {figure.name: value for figure, value in read(LOOKUPS, world.sessions.samples).items()}
+    assert (figures["gpus"], world.sessions.samples.computes_on_cpu) == (4, False)
+    for client in [client for client in clients.by_uuid.values() if client.peer.engine == engines[False]]:
+        clients.detach(client)
+    assert world.sessions.samples.computes_on_cpu
 
 
 def test_sampled_namespace_changes_only_when_its_engines_are_detached(world):
