@@ -143,7 +143,7 @@ class Elector:
             if (is_abandoned or holder == self.identity) and await self._api.delete(
                 LEASE, *self.lease_name, metadata["uid"], resourceVersion=metadata["resourceVersion"]
             ):
-                lease = await self._look()  # with finalizers it still exists, and another operator may take it
+                lease = await self._look()  # with finalizers it still exists, so another may take it
             if lease:
                 self._log_standby(_spec(lease).get("holderIdentity"))
         self._renewed = -math.inf if lease else sent

@@ -165,28 +165,34 @@ def test_no_injection_policies_without_the_kind_or_if_disabled(helm):
 
 
 def test_policy_for_authors_names_the_allowed_objects_and_policies_can_be_off(helm):
-    def policies_by_action(*settings: str) -> dict[str, dict]:
-        """The specs of the validating policies."""
+    def policies(*settings: str) -> dict[str, dict]:
+        """The specs of the validating policies by what they are about, each with the actions of its binding."""
         objects = [o for o in rendered(helm, *settings) if o["kind"].startswith("ValidatingAdmissionPolicy")]
-        specs = {o["metadata"]["name"]: o["spec"] for o in objects if o["kind"].endswith("Policy")}
-        bindings = [o["spec"] for o in objects if o["kind"].endswith("Binding")]
-        assert sorted(specs) == sorted(binding["policyName"] for binding in bindings)
-        return {",".join(b["validationActions"]): specs[b["policyName"]] for b in bindings}
+        named = {o["metadata"]["name"]: o["spec"] for o in objects if o["kind"].endswith("Policy")}
+        bindings = {o["spec"]["policyName"]: o["spec"] for o in objects if o["kind"].endswith("Binding")}
+        assert named.keys() == bindings.keys()
+        abouts = {
+            name: next((each for each in ("discarded-kv", "leases") if each in name), "authors")
+            for name in named
+        }
+        actions = {name: bindings[name]["validationActions"] for name in named}
+        return {abouts[name]: spec | {"actions": actions[name]} for name, spec in named.items()}
 
     settings = ["policies.restrictClusters.secrets={hf,redis}", "policies.restrictClusters.claims={models}"]
-    policies = policies_by_action(*settings)
-    assert {action: policy["failurePolicy"] for action, policy in policies.items()} == {
-        "Deny": "Fail",
-        "Warn": "Ignore",
+    of_all = policies(*settings)
+    assert {about: (*each["actions"], each["failurePolicy"]) for about, each in of_all.items()} == {
+        "authors": ("Deny", "Fail"),
+        "discarded-kv": ("Warn", "Ignore"),
+        "leases": ("Deny", "Fail"),
     }
-    assert '["hf","redis"]' in str(policies["Deny"]["variables"])
-    assert '["models"]' in str(policies["Deny"]["validations"])
-    assert all("namespaceSelector" not in policy["matchConstraints"] for policy in policies.values())
-    for policy in policies_by_action("watchNamespaces={a,b}").values():
-        (expression,) = policy["matchConstraints"]["namespaceSelector"]["matchExpressions"]
+    assert '["hf","redis"]' in str(of_all["authors"]["variables"])
+    assert '["models"]' in str(of_all["authors"]["validations"])
+    assert all("namespaceSelector" not in each["matchConstraints"] for each in of_all.values())
+    for each in policies("watchNamespaces={a,b}").values():
+        (expression,) = each["matchConstraints"]["namespaceSelector"]["matchExpressions"]
         assert expression == {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["a", "b"]}
-    assert [*policies_by_action("policies.restrictClusters.enabled=false")] == ["Warn"]
-    assert [*policies_by_action("policies.warnOfDiscardedKV.enabled=false")] == ["Deny"]
+    assert [*policies("policies.restrictClusters.enabled=false")] == ["discarded-kv"]
+    assert "discarded-kv" not in policies("policies.warnOfDiscardedKV.enabled=false")
 
 
 def test_replicas_elect_a_leader_and_run_on_different_nodes(helm):

@@ -14,7 +14,7 @@ from lmcache_operator.contract.base import Context
 from lmcache_operator.specs import names
 from testing.kube.api import Api, ApiError, Object
 from testing.kube.cluster import Cluster
-from testing.kube.operator import RELEASE, SYSTEM_NAMESPACE
+from testing.kube.operator import RELEASE, SERVICE_ACCOUNT, SYSTEM_NAMESPACE
 from tests.harness.kube import CHART, CLUSTERS, create_account, new_namespace
 from tests.harness.operator import hostile_specs
 from tests.harness.operator import model as operator_model
@@ -37,6 +37,7 @@ CLUSTER_RULE = {"apiGroups": ["lmcache.io"], "resources": RESOURCES, "verbs": ["
 RULES = {
     "author": [CLUSTER_RULE],
     "of-pods": [CLUSTER_RULE, {"apiGroups": [""], "resources": ["pods"], "verbs": ["create"]}],
+    "of-leases": [{"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create"]}],
     "of-sets": [CLUSTER_RULE, {"apiGroups": ["apps"], "resources": ["statefulsets"], "verbs": ["create"]}],
 }
 """Rights of ServiceAccounts, by name."""
@@ -46,7 +47,7 @@ Submit = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def namespace_of_authors(plane: Cluster) -> Iterator[str]:
-    """A namespace with three authors. It admits only restricted pods."""
+    """A namespace with four authors. It admits only restricted pods."""
     with new_namespace(plane, "authors", **{"pod-security.kubernetes.io/enforce": "restricted"}) as namespace:
         for name, rules in RULES.items():
             create_account(plane, namespace, name, rules)
@@ -89,10 +90,26 @@ def with_template(template: Object) -> Object:
     return {**operator_model.MINIMAL_SPEC, "engine": {"podTemplate": template}}
 
 
-@pytest.mark.parametrize("name", [POLICY, f"discarded-kv.{POLICY}"])
+@pytest.mark.parametrize("name", [POLICY, f"discarded-kv.{POLICY}", f"{POLICY}.leases"])
 def test_policy_has_no_type_errors(plane, submit, name):
     status = plane.wait(lambda: plane.api.get(POLICIES, name).get("status"))
     assert status.get("typeChecking", {}) == {}
+
+
+@pytest.mark.parametrize("name", ["lmcache-operator-namespace", "lmcache-operator-all-namespaces"])
+def test_only_operators_write_the_leases_that_they_share(plane, submit, namespace_of_authors, name):
+    """The role `edit` of Kubernetes allows writes of all Leases, also in the namespace `default`."""
+    path = plane.api.path("coordination.k8s.io/v1/leases", namespace_of_authors)
+
+    def create(name: str, namespace: str, account: str) -> None:
+        api = Api(plane.url, plane.ca, plane.service_account_token(namespace, account))
+        lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": name}}
+        api.request("POST", f"{path}?dryRun=All", lease)
+
+    create("other", namespace_of_authors, "of-leases")
+    create(name, SYSTEM_NAMESPACE, SERVICE_ACCOUNT)
+    with pytest.raises(ApiError, match="only operators of LMCacheClusters write this Lease"):
+        create(name, namespace_of_authors, "of-leases")
 
 
 def test_policy_refuses_each_field_that_reaches_more_than_its_author(submit):
