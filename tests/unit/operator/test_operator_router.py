@@ -10,7 +10,8 @@ from lmcache_operator.api.parse import Platform, parse
 from lmcache_operator.api.router import POLICIES
 from lmcache_operator.components.engine.kinds.vllm import DISCOVERY
 from lmcache_operator.components.router.router import Routing
-from lmcache_operator.contract.base import Observed
+from lmcache_operator.contract.base import Observed, Plan
+from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.kinds import Ref
 from tests.harness.operator.model import cluster
@@ -148,6 +149,22 @@ def status_with(**status: Any) -> Any:
     live = LIVE | {"metadata": LIVE["metadata"] | {"generation": 3, "uid": "u"}}
     state = observed(live | {"status": {"replicas": 2, "updatedReplicas": 2} | status})
     return Routing().status(state, Routing().plan(parse(state.resource), state, CONTEXT))
+
+
+@pytest.mark.parametrize(
+    ("router", "problems", "serves"),
+    [
+        ({}, (), False),
+        ({}, (Problem("NameTaken", "another Deployment has the name"),), False),
+        ({}, (Problem("InvalidSpec", "the engines serve as before"),), None),
+        (None, (), None),
+    ],
+)
+def test_missing_router_serves_nothing(router: Any, problems: Any, serves: Any) -> None:
+    """The API server refuses its Deployment, or another owner has its name: clients reach no engine."""
+    spec = {} if router is None else {"router": router}
+    state = Observed(resource=cluster(**spec), children={}, now=EARLY)
+    assert Routing().status(state, Plan(problems=problems)).serves is serves
 
 
 def test_status_follows_the_deployment() -> None:

@@ -66,7 +66,9 @@ class Routing(Component):
         """Status of the router's pods, as the Deployment's controller reports them."""
         live = _deployment(observed)
         if live is None or _ref(observed) in plan.delete:
-            return ComponentStatus()
+            is_asked_for = dig(observed.resource, "spec", "router") is not None
+            is_invalid = any(problem.reason == "InvalidSpec" for problem in plan.problems)
+            return ComponentStatus(serves=False if is_asked_for and not is_invalid else None)
         wanted, status = live["spec"].get("replicas", 1), live.get("status") or {}
         num_ready, num_pods = status.get("readyReplicas", 0), status.get("replicas", 0)
         count = f"{num_ready} of {wanted} routers are ready"
