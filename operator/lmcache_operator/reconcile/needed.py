@@ -47,7 +47,7 @@ _OF_POD = {
         "containers": _all("name", "resources", "startupProbe"),
         "initContainers": _all("args", "env", "name", "resources", "restartPolicy", "volumeMounts"),
         "volumes": _all("ephemeral", "name", "persistentVolumeClaim") | {"secret": _all("secretName")},
-        "nodeName": _WHOLE,
+        **_all("nodeName", "resources"),
     },
     "status": _WHOLE,
 }

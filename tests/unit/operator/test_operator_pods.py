@@ -13,6 +13,7 @@ from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.pods.output import last_error
 from lmcache_operator.pods.placement import unplaced_message
 from lmcache_operator.pods.pods import has_no_node, kill_problems, next_eviction, pod_problems, why_unplaced
+from lmcache_operator.reconcile.needed import of_pod
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 from tests.harness.operator.model import World
 from tests.harness.operator.plans import (
@@ -270,6 +271,14 @@ def test_pod_without_a_node_names_amounts_and_fields(reason: str, largest: Objec
     amounts = largest and {name: Decimal(amount) for name, amount in largest.items()}
     (problem,) = pod_problems(replace(observe(world), largest=amounts))
     assert problem == Problem("Unschedulable", f"pod {POD} {why}. Scheduler: {scheduler}")
+
+
+@pytest.mark.parametrize("part", [lambda spec: spec, lambda spec: spec["initContainers"][-1]])
+def test_amounts_that_do_not_add_up_are_left_to_the_scheduler(part: Any) -> None:
+    """The pod template may set the request of the pod, or have a container that runs before the others."""
+    world = settled_world()
+    part(world.pods[POD]["spec"])["resources"] = {"requests": {"memory": "500Gi"}}
+    assert unplaced_message(of_pod(world.pods[POD]), NO_MEMORY, observe(world)) == f"pod {POD}: {NO_MEMORY}"
 
 
 def test_foreign_pod_without_a_node_names_its_containers() -> None:
