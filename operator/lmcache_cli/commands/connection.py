@@ -8,6 +8,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -50,6 +51,11 @@ class ApiConnection(NamedTuple):
     options: Mapping[str, str] = {}
     """Options of kubectl with which the user chose the API server, for commands that the user can paste."""
 
+    @property
+    def flags(self) -> str:
+        """The options as words of a shell, each after a space."""
+        return _flags(self.options)
+
     async def cluster(self, name: str | None) -> Object:
         """Read an LMCacheCluster; None: the only one of the namespace. Raises NotFoundError, ApiError."""
         if name is not None:
@@ -89,10 +95,14 @@ class ApiConnection(NamedTuple):
         """Return an error of a call with the context and the API server, which may be the wrong ones."""
         server = f"context {self.context} ({self.api.server})" if self.context else self.api.server
         if isinstance(error, NoAnswerError):
-            option = f" --context {self.context}" if self.context else ""
-            about = f"Check that this machine reaches it: kubectl{option} cluster-info"
+            chosen = {**self.options, "context": self.context} if self.context else self.options
+            about = f"Check that this machine reaches it: kubectl{_flags(chosen)} cluster-info"
             return OperatorError(f"{server}: {error.message}. {about}")
         return OperatorError(f"{server}: {error}")
+
+
+def _flags(options: Mapping[str, str]) -> str:
+    return "".join(f" --{name}={shlex.quote(value)}" for name, value in options.items())
 
 
 async def api_offset(api: KubeApi, seconds: float = _FIRST_SECONDS) -> float | None:

@@ -73,9 +73,11 @@ async def _text(arguments: argparse.Namespace, connected: connection.ApiConnecti
         now = datetime.now(UTC).timestamp() + (await connection.api_offset(connected.api) or 0.0)
         summaries = [summary_of(cluster, now) for cluster in clusters]
         listed = {"version": 1, "clusters": summaries}
-        return printing.answer(arguments.output, list_lines(summaries, style), listed)
+        return printing.answer(arguments.output, list_lines(summaries, style, connected.flags), listed)
     status = status_of(await gather_of(connected, clusters[0]))
-    lines = screen(status, style, printing.terminal_width(), all_pods=arguments.all_pods)
+    lines = screen(
+        status, style, printing.terminal_width(), all_pods=arguments.all_pods, flags=connected.flags
+    )
     return printing.answer(arguments.output, lines, status)
 
 

@@ -21,15 +21,15 @@ _COLORS = {"Ready": "green", "Serving": "green", "Not": "red"}
 
 
 def screen(
-    status: Mapping[str, Any], style: printing.Style, width: int, *, all_pods: bool = False
+    status: Mapping[str, Any], style: printing.Style, width: int, *, all_pods: bool = False, flags: str = ""
 ) -> Iterator[str]:
-    """Yield the lines of the screen."""
+    """Yield the lines of the screen. ``flags``: options of commands that reach the same API server."""
     if problem := status["operator"]["problem"]:
         is_absent = status["operator"]["isWorking"] is False
         for line in printing.wrapped(problem, width, ""):
             yield style.paint(line, "red" if is_absent else "yellow")
         if is_absent:
-            yield f"-> kubectl lmcache doctor {_arguments(status)}"
+            yield f"-> kubectl lmcache doctor{flags} {_arguments(status)}"
         yield ""
     title = style.title(f"{status['namespace']}/{status['name']}")
     yield f"{title}  {_painted(status['state'], style)}  {status['time']}"
@@ -42,10 +42,12 @@ def screen(
             text = f"{condition['type']} is {condition['status']} ({condition['reason']}): "
             yield from printing.wrapped(text + plain(condition["message"]), width, "  ")
         yield ""
-    yield from _next_steps(status, style, width)
+    yield from _next_steps(status, style, width, flags)
 
 
-def list_lines(clusters: Sequence[Mapping[str, Any]], style: printing.Style) -> Iterator[str]:
+def list_lines(
+    clusters: Sequence[Mapping[str, Any]], style: printing.Style, flags: str = ""
+) -> Iterator[str]:
     """Yield one line for each of several clusters."""
     rows = [("NAMESPACE", "NAME", "STATE", "PODS", "FROM TIERS", "OWN CACHE", "HEARTBEAT")]
     for status in clusters:
@@ -65,7 +67,7 @@ def list_lines(clusters: Sequence[Mapping[str, Any]], style: printing.Style) -> 
     yield from style.titled(printing.table(rows, right=(3, 4, 5)))
     yield ""
     yield from filter(None, (status["operator"]["problem"] for status in clusters))
-    yield f"More about one of them: kubectl lmcache status {_arguments(clusters[0])}"
+    yield f"More about one of them: kubectl lmcache status{flags} {_arguments(clusters[0])}"
 
 
 def _arguments(status: Mapping[str, Any]) -> str:
@@ -154,17 +156,17 @@ def _saving_lines(savings: Mapping[str, Any], style: printing.Style) -> Iterator
         yield ""
 
 
-def _next_steps(status: Mapping[str, Any], style: printing.Style, width: int) -> Iterator[str]:
+def _next_steps(status: Mapping[str, Any], style: printing.Style, width: int, flags: str) -> Iterator[str]:
     steps, name, pods = list(status["problems"]), _arguments(status), status["pods"]
     steps += [f"{finding['statement']} {finding['advice']}" for finding in status["findings"]]
     is_bad = any(pod["problem"] for pod in pods) or any(each["isTrouble"] for each in status["conditions"])
     if is_bad and status["operator"]["isWorking"] is not False:
-        steps.append(f"Find the reason of problems: kubectl lmcache doctor {name}")
+        steps.append(f"Find the reason of problems: kubectl lmcache doctor{flags} {name}")
     elif number := sum(pod["isStarting"] for pod in pods):
         about = "1 pod is starting" if number == 1 else f"{number} pods are starting"
-        steps.append(f"{about}. Wait until the state is Ready: kubectl lmcache status {name} --watch")
+        steps.append(f"{about}. Wait until the state is Ready: kubectl lmcache status{flags} {name} --watch")
     if status["promptTokens"]:
-        steps.append(f"See why the other tokens were computed: kubectl lmcache explain {name}")
+        steps.append(f"See why the other tokens were computed: kubectl lmcache explain{flags} {name}")
     elif any(pod["isReady"] for pod in pods) and not status["problems"]:
         steps.append("No prompt was counted yet: send a request to the engines.")
     if steps:

@@ -105,7 +105,16 @@ def test_unreachable_api_server_is_named_with_its_context(kubeconfig, capsys, wo
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: context c (http://127.0.0.1:1): ")
     assert "Cannot connect to host 127.0.0.1:1" in line
-    assert line.endswith(". Check that this machine reaches it: kubectl --context c cluster-info")
+    assert line.endswith(". Check that this machine reaches it: kubectl --context=c cluster-info")
+
+
+def test_commands_to_paste_reach_the_same_api_server(kubeconfig, capsys) -> None:
+    name, file = "a b; reboot", kubeconfig.with_name("my config")
+    contexts = [{"name": name, "context": {"cluster": "c", "user": "u"}}]
+    file.write_text(json.dumps(CONFIG | {"contexts": contexts}))
+    assert main(["status", "--kubeconfig", str(file), "--context", name]) == 2
+    command = f"kubectl --kubeconfig='{file}' --context='{name}' cluster-info\n"
+    assert capsys.readouterr().err.endswith(command)
 
 
 def api_server(namespaces: int, clusters: Any = ()) -> type[JsonHandler]:

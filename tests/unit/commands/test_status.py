@@ -56,6 +56,9 @@ def test_screen_shows_pods_tiers_and_next_steps() -> None:
     assert "9 % of all prompt tokens were stored before, were evicted" in shown
     assert "kubectl lmcache explain -n team demo" in shown
     assert "doctor" not in shown
+    assert "kubectl lmcache explain --context=prod -n team demo" in text(
+        gathered(figures()), flags=" --context=prod"
+    )
 
 
 def test_get_started_shows_the_screen_after_one_hit() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shlex
 import time
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
@@ -75,7 +74,7 @@ async def read_facts(
     return Facts(
         namespace=connection.namespace,
         context=connection.context,
-        options="".join(f" --{key}={shlex.quote(value)}" for key, value in connection.options.items()),
+        options=connection.flags,
         now=time.time(),
         definitions=definitions,
         listed_clusters=listed,
