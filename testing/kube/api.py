@@ -102,7 +102,7 @@ class Api:
         """Send a request on an idle connection or on a new one. Returns the status and the body."""
         idle = _idle[self.url, self.ca]
         # A server that was restarted has closed its idle connections.
-        with contextlib.suppress(IndexError, ConnectionError):
+        with contextlib.suppress(IndexError, ConnectionError, ssl.SSLEOFError):
             return self._answer(idle.pop(), method, path, data, headers)
         context = ssl.create_default_context(cafile=str(self.ca))
         host = urllib.parse.urlsplit(self.url).netloc
