@@ -20,7 +20,7 @@ from lmcache_cli.commands.doctor.reading import read_engine, read_facts
 from lmcache_cli.commands.doctor.results import Level, Result
 from lmcache_operator import DOCS
 from lmcache_operator.contract.conditions import runbook
-from lmcache_operator.errors import NoAnswerError, NotFoundError
+from lmcache_operator.errors import NoAnswerError, NotFoundError, UnavailableError
 from lmcache_operator.kube.pod_http import PodAnswer
 from testing.child_process import REPOSITORY
 from tests.harness.commands.command_world import pod, stats
@@ -186,6 +186,8 @@ def test_missing_kind_differs_from_a_missing_cluster():
     assert read({ROOT: NO_KIND}, "demo").listed_clusters.is_missing
     with pytest.raises(NotFoundError, match="no LMCacheCluster demo"):
         read({ROOT: (404, b'{"kind": "Status", "reason": "NotFound"}')}, "demo")
+    with pytest.raises(UnavailableError, match="like a Kubernetes API server"):
+        read({ROOT: {"kind": "Status"}}, "demo")
 
 
 def test_pods_belong_to_their_clusters():

@@ -23,7 +23,7 @@ from lmcache_operator.api import GROUP, PLURAL, PROFILE_PLURAL, VERSION
 from lmcache_operator.components.engine.kinds.base import words_of
 from lmcache_operator.errors import QUOTA, NoAnswerError
 from lmcache_operator.kube.pod_http import Get, PodHttp
-from lmcache_operator.kube.refusals import error_of
+from lmcache_operator.kube.refusals import error_of, with_field
 from lmcache_operator.pods.pods import is_ready
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.merge import dig
@@ -58,6 +58,7 @@ async def read_facts(
     Raises:
         NoAnswerError: the API server cannot be reached.
         NotFoundError: the namespace has no cluster of this name.
+        UnavailableError: the answer is not one of a Kubernetes API server.
     """
     reader = _Reader(connection, name, seconds)
     listed = await reader.clusters()
@@ -153,7 +154,7 @@ class _Reader:
         return {**fields, "user": self._answer(_USER, status, user, "")}
 
     async def clusters(self) -> ApiAnswer:
-        """Read the LMCacheClusters as a list. Raises NoAnswerError or NotFoundError."""
+        """Read the LMCacheClusters as a list. Raises NoAnswerError, NotFoundError or UnavailableError."""
         path = f"/apis/{GROUP}/{VERSION}/namespaces/{self._namespace}/{PLURAL}"
         if self._name is not None:
             path = f"{path}/{quote(self._name, safe='')}"
@@ -164,7 +165,9 @@ class _Reader:
             return answer
         if answer.is_missing and isinstance(answer.body, dict):  # else the API server lacks the kind
             raise no_cluster(self._name, self._namespace)
-        return answer._replace(body={"items": [answer.body]}) if answer.object else answer
+        if not answer.object:
+            return answer
+        return answer._replace(body={"items": [with_field("metadata", answer.object)]})
 
     # ---- pods
 
