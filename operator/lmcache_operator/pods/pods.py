@@ -306,9 +306,9 @@ def _history(observed: Observed, pod: Object, container: Object, ended: Object) 
     how = f"ended {count} times"
     if ended and count == 1:
         began, end = (time_of(ended.get(key), observed) for key in ("startedAt", "finishedAt"))
-        how = (
-            f"ended once with exit code {code} after {(end - began).total_seconds():.0f} s, and starts again"
-        )
+        # A container that could not start (StartError) has 1970 as the time of its start.
+        after = f" after {(end - began).total_seconds():.0f} s" if began.year > 1970 else ""
+        how = f"ended once with exit code {code}{after}, and starts again"
     elif ended:
         how += f", the last time with {ended.get('reason')}, exit code {code}"
     output = last_error(ended.get("message") or "")

@@ -128,6 +128,8 @@ def test_first_crash_is_reported_while_the_container_starts_again(now: str) -> N
         f"0 of 1 engine pods are ready; pod {POD}, container engine: ended once with exit code 1 after 31 s, "
         "and starts again: (APIServer pid=1) pydantic_core._pydantic_core.ValidationError: 1 validation error"
     )
+    crash["startedAt"] = "1970-01-01T00:00:00Z"
+    assert "ended once with exit code 1, and starts again: " in str(status_of(world))
     crash["exitCode"] = 0
     assert "ended" not in str(status_of(world))
 
