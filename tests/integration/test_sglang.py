@@ -37,6 +37,7 @@ def test_a_prompt_is_loaded_after_sglang_empties_its_own_caches(engine, sglang):
     assert loaded.cached == {"device": 0, "host": 0, "storage": HIT}
     for answer in (cold, again, loaded):
         sglang.expected.check(prompt, answer)
+    assert sglang.sidecar.stats()["lookups"]["computes_on_cpu"]
 
 
 def test_wrong_kv_changes_the_answers(sglang_engine, sglang):
