@@ -166,7 +166,7 @@ def test_no_injection_policies_without_the_kind_or_if_disabled(helm):
 
 def test_policy_for_authors_names_the_allowed_objects_and_policies_can_be_off(helm):
     def policies(*settings: str) -> dict[str, dict]:
-        """The specs of the validating policies by what they are about, each with the actions of its binding."""
+        """The specs of the validating policies by topic, each with the actions of its binding."""
         objects = [o for o in rendered(helm, *settings) if o["kind"].startswith("ValidatingAdmissionPolicy")]
         named = {o["metadata"]["name"]: o["spec"] for o in objects if o["kind"].endswith("Policy")}
         bindings = {o["spec"]["policyName"]: o["spec"] for o in objects if o["kind"].endswith("Binding")}
