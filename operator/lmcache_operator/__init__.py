@@ -3,9 +3,10 @@
 ``api`` is the resource. ``app`` watches objects and wakes the ``queue`` of LMCacheClusters, ``election``
 chooses one of several operators, and ``reconcile`` handles one LMCacheCluster. ``components`` renders its
 objects, and ``contract`` says what each component must implement. ``specs`` names and merges objects, and
-``pods`` plans the steps of pods.
+``pods`` says which pods are not ready, and plans which pods to replace or resize.
 ``autoscaling`` collects samples of lookups, from which ``policy`` chooses sizes. ``stats`` asks sidecars,
-``kube`` is the client of the API server, and ``manifests`` renders the objects of files, without Kubernetes.
+``kube`` is the client of the API server, and ``manifests`` prints the objects that the operator derives
+from those in files, without Kubernetes.
 
 Users can rely on these promises:
 

@@ -5,9 +5,10 @@ A request calls these methods in order, from the hooks of an engine's connector:
     add ──▶ sends a hint, so that lower tiers can start promoting
     num_loadable ──▶ reads the index in shared memory and offers what can be loaded. If it returns None, more
                      rows are on their way, and the engine asks again in the next step
-    note_allocated ──▶ turns the offer into a LoadJob. A message takes a lease, which protects the rows from
-                       eviction. It is sent with this step, or with the next step if this step computes
-                       nothing: most loads end before the next step and need no lease
+    note_allocated ──▶ turns the offer into a LoadJob. A message to the sidecar takes a lease, which
+                       protects the rows from eviction. If this step computes something, the message is
+                       sent at once. If not, it is sent in the next step, unless the load has ended by
+                       then, as most loads have
     note_scheduled ──▶ creates a StoreJob for every chunk that this step completes
     finish ──▶ holds blocks while StoreJobs of the request are running
     take_report, note_loaded, note_released ──▶ record the jobs that the workers ended
