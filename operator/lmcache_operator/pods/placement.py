@@ -67,8 +67,8 @@ def _amounts(pod: Object, resource: str, part: str | None, observed: Observed) -
         return ""
     total = sum((amount for _, amount in amounts), Decimal())
     # `podTemplate` may set the request of the whole pod, or add a container that runs alone.
-    others = (pod["spec"], *(dig(pod, "spec", "initContainers") or ()))
-    if any(_requested(each, resource) > total for each in others):
+    larger = (pod["spec"], *(dig(pod, "spec", "initContainers") or ()))
+    if any(_requested(each, resource) > total for each in larger):
         return ""
     sources = [
         f"{_text(resource, each)} for {_source(item, resource, part, is_gpu)}" for item, each in amounts

@@ -269,14 +269,14 @@ def test_deleted_clusters_of_a_namespace_do_not_disturb_others():
 def test_abandoned_lease_with_a_finalizer_still_excludes():
     """A Lease with finalizers remains after its deletion, so another operator may take it at any time."""
 
-    class Kept(LeaseServer):
+    class WithFinalizer(LeaseServer):
         def put(self, lease: Object | None, version: str | None = None) -> Object | None:
             return super().put(lease or self.lease, version)
 
     async def body() -> None:
         servers = Servers()
         lease = _lease_in("a")
-        servers[lease] = Kept()
+        servers[lease] = WithFinalizer()
         servers[lease].put({"metadata": lease._asdict(), "spec": {"holderIdentity": "x/y"}})
         process = Process(servers, "one")
         await wait_for(lambda: process.may_write("b"), TAKEOVER_SECONDS)
