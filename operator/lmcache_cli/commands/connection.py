@@ -84,9 +84,9 @@ class ApiConnection(NamedTuple):
     async def _lacks(self, error: NotFoundError) -> OperatorError:
         """Return the error, or another one if not even the namespace or the kind of object exists."""
         with contextlib.suppress(ApiError):  # the user may have no right to read namespaces
-            if not await self.api.serves(CLUSTER):
+            if not await _soon(self.api.serves(CLUSTER)):
                 return error_of(f"{CLUSTER.plural}.{CLUSTER.group}", HTTPStatus.NOT_FOUND, b"")
-            if await self.api.get(NAMESPACE, "", self.namespace) is None:
+            if await _soon(self.api.get(NAMESPACE, "", self.namespace)) is None:
                 text = f"there is no namespace {self.namespace}: `kubectl get namespaces` lists all"
                 return NotFoundError(text)
         return error

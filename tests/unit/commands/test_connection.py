@@ -9,12 +9,15 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmcache_cli.__main__ import main
+from lmcache_cli.commands import connection
 from lmcache_cli.commands.connection import ApiConnection, reported, run
 from lmcache_operator.errors import NotFoundError
 from lmcache_operator.kube import watch
@@ -154,6 +157,24 @@ def test_misspelt_namespace_is_named(kubeconfig, capsys, status, words, sentence
         assert main([*words, "-n", "nosuch"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: context c (http://127.0.0.1:{server.server_port}): {sentence}")
+
+
+def test_read_that_only_explains_an_error_has_a_limit(kubeconfig, capsys, monkeypatch) -> None:
+    is_over = threading.Event()
+
+    class Slow(api_server(404)):
+        def do_GET(self) -> None:
+            if not self.path.startswith("/api/v1/namespaces/") or is_over.wait(20):
+                super().do_GET()
+
+    monkeypatch.setattr(connection, "_FIRST_SECONDS", 1.0)
+    with serving(Slow) as server:
+        lead_to(kubeconfig, f"http://127.0.0.1:{server.server_port}")
+        began = time.monotonic()
+        assert main(["status", "-n", "nosuch"]) == 2
+        assert time.monotonic() - began < 15
+        is_over.set()
+    assert "namespace nosuch has no LMCacheCluster" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["status"], ["status", "demo"], ["top", "--once"], ["report"]])
