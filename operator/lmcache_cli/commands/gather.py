@@ -82,7 +82,7 @@ async def _read_pods(connection: ApiConnection, name: str) -> tuple[list[PodFigu
     try:
         pods = await pods_of(connection, name)
     except ApiError as error:
-        return [], [f"the pods cannot be listed: {error.message}"]
+        return [], [f"the pods cannot be listed: {plain(error.message)}"]
     figures = await read_stats(PodHttp(connection.api, seconds=POD_SECONDS).get, pods)
     return figures, missing_rights(figures, connection.namespace) + late_pods(figures)
 

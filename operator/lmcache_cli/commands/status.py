@@ -138,7 +138,7 @@ def state_of(cluster: Object) -> str:
     if ready is None:
         return "No status yet"
     num_ready, desired = dig(cluster, "status", "readyReplicas") or 0, _desired(cluster)
-    moving = str(progressing.get("reason")) if progressing.get("status") == "True" else ""
+    moving = plain(progressing.get("reason")) if progressing.get("status") == "True" else ""
     is_degraded = conditions.get("Degraded", {}).get("status") == "True"
     count = f" ({num_ready} of {desired})" if desired is not None else ""
     parts = {"RouterAvailable": "router"}

@@ -39,8 +39,8 @@ def screen(
     if bad := [condition for condition in status["conditions"] if condition["isBad"]]:
         yield style.title("CONDITIONS")
         for condition in bad:
-            text = f"{condition['type']} is {condition['status']} ({condition['reason']}): "
-            yield from printing.wrapped(text + plain(condition["message"]), width, "  ")
+            kind, reason, message = (plain(condition[key]) for key in ("type", "reason", "message"))
+            yield from printing.wrapped(f"{kind} is {condition['status']} ({reason}): {message}", width, "  ")
         yield ""
     yield from _next_steps(status, style, width, flags)
 

@@ -340,3 +340,10 @@ def test_any_report_of_a_pod_can_be_shown(reports: list[Any]) -> None:
     """Sidecars run in users' pods."""
     world = gathered(*(PodFigures(pod(number), report) for number, report in enumerate(reports)))
     assert "\x1b" not in text(world)
+
+
+def test_escape_sequences_in_conditions_do_not_reach_the_terminal() -> None:
+    bad = [condition(kind, "True", "\x1b[2Jx", "\x1b[2Jy") for kind in ("Progressing", "Degraded\x1b[2J")]
+    shown = text(gathered(figures(), conditions=[condition("Ready", "False"), *bad]))
+    assert "\x1b" not in shown
+    assert "Progressing is True ([2Jx): [2Jy" in shown
