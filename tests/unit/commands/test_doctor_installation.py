@@ -11,7 +11,7 @@ from lmcache_cli.commands.doctor.checks import run_checks
 from lmcache_cli.commands.doctor.checks.rights import FORWARD, OPERATOR_RIGHTS, PROXY, USER_RIGHTS
 from lmcache_cli.commands.doctor.command import exit_status, lines
 from lmcache_cli.commands.doctor.facts import Right
-from lmcache_cli.commands.doctor.results import Level
+from lmcache_cli.commands.doctor.results import Level, of_pods, warning
 from lmcache_cli.commands.printing import Style
 from lmcache_operator import DOCS
 from lmcache_operator.api import GROUP, PLURAL
@@ -158,6 +158,11 @@ def test_deployment_of_a_tenant_cannot_write_a_command(text):
         "helm upgrade lmcache charts/lmcache-operator -n lmcache-system"
         " --reset-then-reuse-values --set 'watchNamespaces={b,team}'"
     )
+
+
+def test_pod_replaces_only_the_word_that_stands_for_it():
+    result = warning("", "", command="kubectl --context=MYPOD -n team logs POD -c engine")
+    assert of_pods(result, ["a"], 1).command == "kubectl --context=MYPOD -n team logs a -c engine"
 
 
 def test_address_in_a_remedy_stays_whole():

@@ -79,7 +79,7 @@ def of_pods(result: Result, pods: Sequence[str], total: int) -> Result:
     """Return a result about some pods. Its statement is about one pod, which its command calls POD."""
     count = f"{len(pods)} of {total} pods" if total > 1 else "1 pod"
     statement = f"{result.statement} This concerns {count}: {first_of(pods)}."
-    return result._replace(statement=statement, command=result.command.replace("POD", pods[0]))
+    return result._replace(statement=statement, command=result.command.replace(" POD", f" {pods[0]}"))
 
 
 def grouped(
