@@ -15,11 +15,14 @@ _NOISE = re.compile(
 )
 """Frames of a traceback, and what processes print at their end whatever the cause is."""
 _ERROR = re.compile("(error|exception): ", re.IGNORECASE)
+_SECRET = re.compile(r"(?<=://)[^/\s@]{1,256}(?=@)|\b(hf_|sk-)[\w-]{16,}")
+"""Passwords in URLs, and tokens, which must not be in a status."""
 
 
 def last_error(output: str) -> str:
     """The last error with the lines that follow it; without an error, the last lines."""
-    lines = [line for line in output.splitlines() if not _NOISE.match(line)] or output.splitlines()
+    all_lines = _SECRET.sub("<removed>", output).splitlines()
+    lines = [line for line in all_lines if not _NOISE.match(line)] or all_lines
     errors = [number for number, line in enumerate(lines) if _ERROR.search(line)]
     quoted = lines[errors[-1] :][:_MAX_LINES] if errors else lines[-_MAX_LINES:]
     text = " | ".join(filter(None, (plain(line, _MAX_CHARACTERS) for line in quoted)))
