@@ -168,6 +168,8 @@ class LMCacheBackend(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # s
                     self._ends.append(requests.subscribe(access.report, pools[_ANCHOR].page_size))
                 self._groups, self._access = groups, access
         if is_wanted:
+            if not self._is_offline:
+                self._off.clear()  # an attempt with fewer pools may have failed
             attach.wait_attached(access, deadline)
         else:
             access.close()

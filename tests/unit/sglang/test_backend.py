@@ -221,6 +221,23 @@ def test_pool_that_comes_while_the_backend_attaches_is_cached(world, make_backen
     assert (first.loads, second.loads) == ([], [(0, [3])])
 
 
+def test_backend_that_attaches_at_the_second_attempt_is_not_called_off(make_backend, monkeypatch, caplog):
+    connect = attach.attach
+
+    def connect_later(config, pools, settings):
+        if "draft" not in pools:
+            raise OSError("weights cannot be read")
+        return connect(config, pools, settings)
+
+    monkeypatch.setattr(attach, "attach", connect_later)
+    backend = make_backend()
+    backend.on_host_pools_registered()
+    backend.register_mem_host_pool_v2(make_pool(), "draft")
+    backend._off._reminders._clock = lambda: time.monotonic() + 601
+    backend.batch_get_v1(["00" * 32], Indices([6, 7]))
+    assert caplog.text.count("is OFF") == 1
+
+
 def test_backend_that_failed_says_again_that_it_is_off(make_backend, caplog):
     backend = make_backend()
     backend._pools = None
