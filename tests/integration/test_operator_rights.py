@@ -25,7 +25,7 @@ WRITE = "get list watch create patch delete"
 NAMESPACED = {
     "/configmaps": WRITE,
     "coordination.k8s.io/leases": "create",
-    "coordination.k8s.io/leases[lmcache-operator]": "get update",
+    "coordination.k8s.io/leases[lmcache-operator-namespace]": "get update",
     "/events": "get list create patch",
     "/namespaces": "get",
     "/pods": "list watch patch delete",
@@ -52,7 +52,7 @@ LISTED = {"/nodes": "get list"}
 """Verbs in any namespace with ``watchNamespaces``."""
 CLUSTER = LISTED | {
     "apiextensions.k8s.io/customresourcedefinitions": "list watch",
-    "coordination.k8s.io/leases[lmcache-operator]": "delete",
+    "coordination.k8s.io/leases[lmcache-operator-namespace]": "delete",
     "coordination.k8s.io/leases[lmcache-operator-all-namespaces]": "get update",
 }
 """Verbs in any namespace without ``watchNamespaces``."""
