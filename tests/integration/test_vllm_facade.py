@@ -1,6 +1,7 @@
 """The connector facade with the engine's own classes: faults in any hook, both runners, and KV layouts."""
 
 import hashlib
+import importlib
 import inspect
 import io
 import logging
@@ -32,6 +33,7 @@ from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 from lmcache_client.core.jobs import StepMeta  # noqa: E402
 from lmcache_client.errors import UnsupportedError  # noqa: E402
 from lmcache_client.vllm import connector as module  # noqa: E402
+from lmcache_client.vllm import support  # noqa: E402
 from lmcache_client.vllm.connector import LMCacheClusterConnector  # noqa: E402
 from lmcache_client.vllm.layouts import check_supported  # noqa: E402
 from testing.engine.process import connector_config  # noqa: E402
@@ -222,9 +224,13 @@ def test_messages_have_the_form_of_vllms(monkeypatch):
         monkeypatch.setattr(logging.getLogger(name), "handlers", [])
         monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm"), "level", logging.INFO)
+    importlib.reload(support)  # engines import it after vLLM has configured its logger
     logging.getLogger("lmcache_store").setLevel(logging.ERROR)  # by the user
     LMCacheClusterConnector(make_config(), KVConnectorRole.SCHEDULER, None)
     assert "\nWARNING LMCache Cluster is OFF, the engine runs without its cache: " in stream.getvalue()
+    logging.getLogger("lmcache_client.rpc").info("is on")
+    assert "\nINFO is on\n" in stream.getvalue()
     assert logging.getLogger("lmcache_store").level == logging.ERROR
     monkeypatch.setattr(logging.root, "handlers", [handler])  # by a library, later
     stream.truncate(0)

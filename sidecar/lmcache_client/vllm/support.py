@@ -1,15 +1,10 @@
-"""Supported versions of vLLM, and the log handlers of the connectors."""
+"""Supported versions of vLLM."""
 
 from __future__ import annotations
-
-import logging
 
 from lmcache_client.errors import UnsupportedError
 
 SUPPORTED_VERSIONS = ("0.29", "0.30", "0.31", "0.32", "0.33")
-
-for _handler in logging.getLogger("vllm").handlers:  # the connectors' messages appear in vLLM's own log
-    logging.getLogger("lmcache_client").addHandler(_handler)
 
 
 def check_version(version: str) -> None:
