@@ -39,7 +39,7 @@ def test_kv_loaded_by_either_connector_equals_computed_kv(
         sidecar.wait_until(lambda stats: stats["memory"]["leased_rows"] == 0)
     log = (tmp_path / "log").read_text()
     assert "offline" not in log
-    assert "LMCache Cluster is off" not in log
+    assert "LMCache Cluster is OFF" not in log
 
 
 def wait_stored(engine: EngineProcess, sidecar: SidecarProcess, num_rows: int, prompt: list[int]) -> Any:
