@@ -236,7 +236,8 @@ def many(plane: Cluster, operator: kube.Operator, apply_seconds: float) -> list[
     mark, requests = plane.mark(), operator.metric(REQUESTS)
     time.sleep(IDLE_SECONDS)  # duration of the measurement: no write may happen in it
     idle_writes, idle_requests = written(plane, operator, mark), operator.metric(REQUESTS) - requests
-    idle_requests -= heartbeats(plane, operator, mark)
+    idle_heartbeats = heartbeats(plane, operator, mark)
+    idle_requests -= idle_heartbeats
     first_peak, mark = peak_mib(operator), plane.mark()
     operator.terminate()
     operator.start()
@@ -258,6 +259,11 @@ def many(plane: Cluster, operator: kube.Operator, apply_seconds: float) -> list[
         at_most("writes after a restart", written(plane, operator, mark), "", 0),
         Figure("requests for the first reconciliation of a cluster", first, ""),
         Figure("requests for a later reconciliation", later, ""),
+        Figure(
+            "heartbeats while idle, per cluster and minute",
+            idle_heartbeats / len(all_of_them) / IDLE_SECONDS * 60,
+            "",
+        ),
         at_most("requests while idle besides heartbeats, per cluster and minute", per_minute, "", 1),
         at_most("memory, highest of the first run", first_peak, "MiB", 256),
         at_most("memory, highest after the restart", peak_mib(operator), "MiB", 256),
@@ -328,10 +334,10 @@ def num_ready(plane: Cluster) -> int:
 
 
 def wait_idle(operator: kube.Operator) -> None:
-    """Wait until the operator has sent no request for ten seconds."""
-    before, since = -1.0, time.monotonic()
+    """Wait until the operator has reconciled nothing for ten seconds. Heartbeats never pause."""
+    before, since = -1, time.monotonic()
     while time.monotonic() - since < 10:
-        now = operator.metric(REQUESTS)
+        now = operator.num_reconciliations()
         if now != before:
             before, since = now, time.monotonic()
         time.sleep(0.5)
