@@ -335,7 +335,7 @@ def num_ready(plane: Cluster) -> int:
 
 def wait_idle(operator: kube.Operator) -> None:
     """Wait until the operator has reconciled nothing for ten seconds. Heartbeats never pause."""
-    before, since = -1, time.monotonic()
+    before, since = -1.0, time.monotonic()
     while time.monotonic() - since < 10:
         now = operator.num_reconciliations()
         if now != before:
