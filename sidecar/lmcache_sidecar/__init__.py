@@ -6,6 +6,7 @@ assembles its parts. ``server`` receives calls, ``clients`` checks them, and ``s
 rows to other pods, ``resizing`` changes the size of the memory tier, and ``files`` reads mounted files again
 when they change.
 
-These modules have to do with figures: ``samples`` records looked-up keys, ``explain`` counts tokens by cause,
-``pages`` serves all figures over HTTP, and ``commands`` prints them.
+These modules have to do with figures: ``samples`` records looked-up keys, ``explain`` counts prompt tokens
+by their source, or by the reason why they were computed, ``pages`` serves all figures over HTTP, and
+``commands`` prints them.
 """

@@ -1,12 +1,12 @@
 """The storage core: keys, tiers in memory, on disk, in Redis and in other pods, and curves of hit ratios.
 
-It knows neither engines, nor the protocol between engine and sidecar, nor Kubernetes. The client in engines,
-the sidecar, the operator and the library ``lmcache`` are built on it. ``keys`` names chunks and ``kv_groups``
-says what a hit needs of each KV group. ``tiers`` has all tiers, and ``curves`` estimates how many hits a
-cache of another size would have. ``causes`` says where prompt tokens came from, and ``tenant_names`` has the
-rules for names of tenants.
-Sidecar, operator and commands share both, and ``explain`` prints tables of causes. ``top`` is the command
-``top`` of the sidecar and of ``kubectl lmcache``. ``common`` has helpers that do not depend on the cache.
+It knows neither engines, nor the protocol between engine and sidecar, nor Kubernetes. The client in
+engines, the sidecar, the operator and the library ``lmcache`` are built on it. ``keys`` names chunks and
+``kv_groups`` says what a hit needs of each KV group. ``tiers`` has all tiers, and ``curves`` estimates how
+many hits a cache of another size would have. ``causes`` says where prompt tokens came from, and
+``tenant_names`` has the rules for names of tenants. Sidecar, operator and commands share ``causes`` and
+``tenant_names``, and ``explain`` prints tables of causes. ``top`` is the command ``top`` of the sidecar and
+of ``kubectl lmcache``. ``common`` has helpers that do not depend on the cache.
 
 A key has four forms on its way from the engine to a medium:
 

@@ -1,21 +1,21 @@
 """The scheduler side of a connector: decides what is loaded and stored, on the engine's scheduler thread.
 
-A request calls these methods in order, from the hooks of an engine's connector::
+The hooks of an engine's connector call these methods for each request, in this order::
 
     add ──▶ sends a hint, so that lower tiers can start promoting
     num_loadable ──▶ reads the index in shared memory and offers what can be loaded. If it returns None, more
                      rows are on their way, and the engine asks again in the next step
     note_allocated ──▶ turns the offer into a LoadJob. A message to the sidecar takes a lease, which
                        protects the rows from eviction. If this step computes something, the message is
-                       sent at once. If not, it is sent in the next step, unless the load has ended by
-                       then, as most loads have
+                       sent at once. If not, it waits for the next step. Most loads end before that
+                       step, and then no message is sent
     note_scheduled ──▶ creates a StoreJob for every chunk that this step completes
     finish ──▶ holds blocks while StoreJobs of the request are running
     take_report, note_loaded, note_released ──▶ record the jobs that the workers ended
 
-**The scheduler never waits** while it has something to compute. In a step without tokens it may sleep
-``wait_decisions.IDLE_WAIT_SECONDS`` for an answer of the lookup thread. Otherwise an engine that runs in its
-caller's process would spin, and take the GIL from that thread.
+**The scheduler never waits** while it has something to compute: the lookup thread calls the sidecar for it.
+In a step without tokens it may sleep ``wait_decisions.IDLE_WAIT_SECONDS`` for an answer of this thread.
+Otherwise an engine that runs in its caller's process would spin, and take the GIL from the thread.
 
 **A request may wait** as long as more rows arrive sooner than the engine would compute them.
 ``wait_decisions`` decides this.
@@ -23,8 +23,8 @@ caller's process would spin, and take the GIL from that thread.
 **New weights** begin a new namespace: nothing that was stored before is found again.
 
 **Without a lookup thread** (no worker has identified itself, the model is unsupported, or this side is
-offline) the scheduler side knows no requests. Every method then returns what an engine without a cache
-expects. Loads that were offered before are still handed out, and fail.
+offline, after an exception or at shutdown) the scheduler side knows no requests. Every method then returns
+what an engine without a cache expects. Loads that were offered before are still handed out, and fail.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def test_screen_shows_pods_tiers_and_next_steps() -> None:
 
 def test_get_started_shows_the_screen_after_one_hit() -> None:
     """Qwen3 0.6B has 112 KiB of KV per token. Eight chunks of the prompt were computed once and hit once."""
-    tokens = {"prompt_tokens": 4504, "cause_tokens": {"memory": 2048, "new": 2048, "tail": 408}}
+    tokens = {"prompt_tokens": 4502, "cause_tokens": {"memory": 2048, "new": 2048, "tail": 406}}
     causes = stats()["causes"] | tokens
     memory = {"size_bytes": 2 * GiB, "used_bytes": 8 * 256 * (112 << 10)}
     pod_figures = figures(memory=memory, remote=None, causes=causes, lookups={"engine_kv_bytes": GiB})
