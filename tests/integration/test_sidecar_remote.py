@@ -36,6 +36,8 @@ def test_sidecar_serves_without_redis_and_uses_it_later(server):
         sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
         assert f"remote tier {server.unix_url.removeprefix('unix://')}: " in sidecar.log
         with session_of(sidecar) as session:
+            remote = sidecar.stats()["remote"]
+            assert (remote["is_reachable"], bool(remote["off_reason"])) == (False, True)
             store(session, 1)
             assert session.lookup("r", [(0, make_keys(1))]).num_leased == 1
             server.start()

@@ -139,6 +139,22 @@ async def test_unhealthy_remote_tier_gets_no_requests_until_recovery(world):
     await world.until_resident(chain(2))
 
 
+@in_a_loop
+async def test_store_over_a_tier_that_is_out_already_awaits_its_recovery():
+    """An engine attaches during the outage. A reachable tier would be reported until the first request."""
+    remote = FakeTier()
+    remote.is_unhealthy = True
+    assert remote.health.failure("cannot resolve the host") is not None
+    async with World(remote=remote) as world:
+        assert not world.lower.is_healthy
+        assert world.lookup(chain(2)) == LookupResult()
+        assert not remote.calls["probe"]
+        remote.is_unhealthy = False
+        await until(lambda: world.lower.is_healthy)
+        await world.write(chain(2))
+    assert world.lower.stats.written == 2
+
+
 @run
 async def test_invalid_and_short_objects_are_misses(world):
     world.remote.fill(chain(4))

@@ -36,7 +36,7 @@ class TierOperations:
         self._loop = asyncio.get_running_loop()
         tier.health.subscribe(self._on_health)
         self._up = asyncio.Event()  # set while the tier's circuit is closed
-        self._up.set()
+        self._update_health()  # the circuit may be open since before this subscription
         self._running: dict[object, float] = {}  # operation -> start time, the oldest first
         factor = _ENCRYPTED_FACTOR if tier.is_encrypted else 1
         self.num_writers = factor * _NUM_WRITERS
