@@ -142,6 +142,30 @@ def test_problem_that_a_sidecar_reports_is_found(changes, check, level, text):
     check_one(cluster_facts(figures(**changes)), check, level, text)
 
 
+NO_ADDRESS = "cannot resolve the host: Name or service not known"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        remote({"name": "kvv.cache.svc:6379", "problem": NO_ADDRESS}),
+        remote(is_reachable=False, off_reason=f"remote tier kvv.cache.svc:6379: {NO_ADDRESS}"),
+    ],
+)
+def test_server_without_an_address_has_one_problem_with_the_remedy_of_the_condition(part):
+    cluster = cluster_facts(figures(remote=part), **REDIS)
+    check_one(cluster, "remoteReachable", FAILURE, f"kvv.cache.svc:6379: {NO_ADDRESS}.")
+    assert result_of("remoteReachable", cluster).remedy == (
+        "Check the host in spec.tiers.remote.external.url: kubectl get service -n cache lists the Services."
+    )
+    assert "accepted" not in str(run_checks(facts(cluster))), "no server was asked"
+
+
+def test_remedy_for_a_server_that_refuses_names_the_password():
+    refusing = cluster_facts(figures(remote=remote(server(problem="WRONGPASS"))), **REDIS)
+    assert "the password" in result_of("remoteReachable", refusing).remedy
+
+
 @pytest.mark.parametrize("has_tls", [False, True])
 def test_remedy_for_peers_names_certificates_only_with_tls(has_tls):
     tier = {"tls": {"issuerRef": {"name": "caches"}}} if has_tls else {}

@@ -9,6 +9,7 @@ from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_cli.commands.doctor.results import Result, failure, first_of, grouped, ok, warning
 from lmcache_cli.commands.gather import PodFigures, objects_in
 from lmcache_operator import DOCS
+from lmcache_operator.components.engine.features.remote import host_remedy
 from lmcache_operator.pods.pods import is_ready
 from lmcache_store.common.text import plain
 from lmcache_store.common.units import format_seconds, format_size
@@ -52,18 +53,29 @@ def reachable(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         if remote.get("is_reachable") is not True:
             reason = plain(remote.get("off_reason")) or "unavailable"
             text = f"The sidecar cannot reach the remote tier: {reason}."
-            remedy = "Check the server, the network policies and the password."
-            problems.append((pod, failure(text, remedy, "RemoteTierUnreachable")))
+            problems.append((pod, _unreachable(cluster, text)))
         else:
             for server in servers_of(remote):
                 if why := plain(server.get("problem")):
                     text = f"The sidecar cannot reach server {plain(server.get('name'))}: {why}."
-                    problems.append((pod, failure(text, "Check this server.", "RemoteTierUnreachable")))
+                    problems.append((pod, _unreachable(cluster, text)))
         if why := plain(remote.get("shards_problem")):
             text = f"The sidecar cannot use its list of shards: {why}."
             problems.append((pod, warning(text, "Check that the operator runs.", "ShardsMissing")))
     good = ok(f"Sidecars that reach the remote tier: {len(remotes)}.")
     yield from grouped(problems, len(remotes), good)
+
+
+def _unreachable(cluster: ClusterFacts, text: str) -> Result:
+    host = host_remedy(cluster.resource, text)
+    remedy = f"{host}." if host else "Check the server, the network policies and the password."
+    return failure(text, remedy, "RemoteTierUnreachable")
+
+
+def _is_asked(remote: Mapping[str, Any]) -> bool:
+    """Whether a sidecar uses the tier, and reaches a server of it."""
+    has_server = any(not server.get("problem") for server in servers_of(remote))
+    return has_server and remote.get("is_reachable") is True
 
 
 def refusals(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
@@ -76,7 +88,7 @@ def refusals(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         if refused[code]
     ]
     yield from problems
-    if remotes and not problems:
+    if remotes and not problems and all(map(_is_asked, remotes.values())):
         yield ok("Redis has accepted the rows of all sidecars.")
 
 
@@ -126,7 +138,7 @@ def settings(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
 def _could_ask(figures: PodFigures) -> bool:
     """Whether a sidecar has reached its servers for long enough to know their settings."""
     is_old = merge.count(figures.stats.get("uptime_seconds")) > _FIRST_CHECK_SECONDS
-    return is_old and merge.part(figures.stats, "remote").get("is_reachable") is True
+    return is_old and _is_asked(merge.part(figures.stats, "remote"))
 
 
 def latency(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:

@@ -83,7 +83,7 @@ class RemoteFeature(LowerTierFeature):
         """Whether all sidecars reach the remote tier; None: no sidecar has one."""
         number, total = sum(map(self.is_present, sidecars)), len(sidecars)
         problem, lost = "sidecars cannot reach the remote tier", self.lost(sidecars)
-        remedy = _remedy(observed.resource, lost[0][1]) if lost else ""
+        remedy = host_remedy(observed.resource, lost[0][1]) if lost else ""
         if failure := failure_of("RemoteTierUnreachable", problem, lost, total, remedy):
             return failure
         count = f"{number} of" if number < total else "All"
@@ -91,7 +91,7 @@ class RemoteFeature(LowerTierFeature):
         return Condition("True", "Reachable", message) if number else None
 
 
-def _remedy(resource: Object, problem: str) -> str:
+def host_remedy(resource: Object, problem: str) -> str:
     """Remedy for a host of an external tier that has no address; empty for other problems."""
     host = _UNRESOLVED.search(problem)
     if host is None or dig(resource, "spec", "tiers", "remote", "external") is None:
