@@ -30,6 +30,8 @@ from lmcache_store.top import seconds
 _CLEAR = "\x1b[H\x1b[2J"
 _GOOD = {"Degraded": "False", "Progressing": "False"}
 """Status of conditions if all is well; "True" for the others."""
+_SIZE_PENDING = "ResizePending"
+"""Reason for pods that keep a size until the user replaces them: no change is under way."""
 _SLOW = frozenset({"AutoscalingActive"})
 """Conditions that are Unknown for a while in each new cluster."""
 _ABOUT = """\
@@ -218,9 +220,9 @@ def is_bad(condition: Mapping[str, Any]) -> bool:
     kind, status = condition["type"], condition["status"]
     if kind in _SLOW and status == "Unknown":
         return False
-    return bool(status != _GOOD.get(kind, "True"))
+    return bool(status != _GOOD.get(kind, "True")) or condition.get("reason") == _SIZE_PENDING
 
 
 def is_trouble(condition: Mapping[str, Any]) -> bool:
     """Whether a condition reports a problem, and not a change under way, such as a rollout."""
-    return is_bad(condition) and condition.get("reason") not in get_args(Expected)
+    return is_bad(condition) and condition.get("reason") not in {*get_args(Expected)} - {_SIZE_PENDING}

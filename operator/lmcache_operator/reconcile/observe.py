@@ -20,6 +20,7 @@ from lmcache_operator.reconcile.contest import Contested
 from lmcache_operator.reconcile.needed import of_cluster, of_event, of_node, of_pod
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import BY_NAME, CLUSTER, EVENT, NODE, POD, Ref, controller_uid, is_child
+from lmcache_operator.specs.merge import dig
 from lmcache_operator.specs.names import selector_text
 
 _NODES_SECONDS = 300.0
@@ -87,8 +88,11 @@ class LargestNodes:
         self._lock = asyncio.Lock()
 
     async def amounts(self, observed: Iterable[Observed]) -> Mapping[str, Decimal] | None:
-        """The amounts if a pod waits for a node with more; None: no pod waits, or the nodes can't be read."""
-        if not any(lacks_resources((*part.pods, *part.foreign_pods)) for part in observed):
+        """The amounts if a pod waits for a node with more, or a size needs new pods.
+
+        None: neither is so, or the nodes can't be read.
+        """
+        if not any(_needs_nodes(part) for part in observed):
             return None
         async with self._lock:
             if self._monotonic() >= self._due:
@@ -98,6 +102,11 @@ class LargestNodes:
                     self._amounts = None
                 self._due = self._monotonic() + _NODES_SECONDS
         return self._amounts
+
+
+def _needs_nodes(part: Observed) -> bool:
+    reasons = [item.get("reason") for item in dig(part.resource, "status", "conditions") or ()]
+    return "ResizePending" in reasons or lacks_resources((*part.pods, *part.foreign_pods))
 
 
 async def _with_nodes(api: KubeApi, observed: Observed) -> Observed:

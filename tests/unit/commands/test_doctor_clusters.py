@@ -167,6 +167,11 @@ def test_pod_that_is_not_ready_has_one_result(pods, conditions, check, level, te
     check_one(cluster, check, level, text)
 
 
+def test_size_that_needs_new_pods_is_a_warning():
+    pending = condition("Progressing", "False", "ResizePending", "900Gi needs new pods")
+    check_one(cluster_facts(conditions=[pending]), "condition:Progressing", WARNING, "900Gi needs new pods")
+
+
 def test_condition_that_repeats_a_check_is_left_out():
     unreachable = condition("RemoteTierReachable", "False", "RemoteTierUnreachable")
     cluster = cluster_facts(figures(remote=remote(is_reachable=False)), conditions=[unreachable])

@@ -105,6 +105,15 @@ def test_ready_pods_and_pods_on_healthy_nodes_are_never_abandoned(status, ends, 
         assert status != "True" or ends is not None
 
 
+def test_largest_node_is_compared_with_a_size_that_needs_new_pods() -> None:
+    bench = ReconciledCluster.settled()
+    bench.world.nodes["a"] = {"status": {"allocatable": {"memory": "23Gi"}}}
+    bench.world.change(tiers={"memory": {"size": "900Gi"}})
+    for _ in range(3):
+        bench.reconcile()
+    assert "The largest node has 23Gi, so a new pod would not start" in bench.message("Progressing")
+
+
 @pytest.mark.parametrize("is_allowed", [True, False])
 def test_largest_node_is_read_once_while_a_pod_lacks_memory(is_allowed: bool) -> None:
     bench = ReconciledCluster()

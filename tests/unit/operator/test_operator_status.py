@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -219,7 +220,14 @@ def test_pods_with_the_previous_size_are_counted_until_replaced() -> None:
     actual = status_of(world)
     assert condition(actual, "Ready") == ("True", "Ready")
     assert condition(actual, "Progressing") == ("False", "ResizePending")
-    assert "2 engine pods keep the previous size" in str(actual)
+    has = "2 engine pods can have up to 1Gi while running: 2Gi (spec.tiers.memory.size) needs new pods."
+    ask = "To replace serving pods, one at a time, change an annotation in spec.engine.podTemplate"
+    assert f"{has} {ask}" in str(actual)
+    roomy = status_of(world, largest={"memory": Decimal(3 << 30)})
+    assert f"{has} {ask}" in str(roomy)
+    small = str(status_of(world, largest={"memory": Decimal(1 << 30)}))
+    assert f"{has} The largest node has 1Gi, so a new pod would not start" in small
+    assert ask not in small
     # The user follows the advice of the message.
     world.change(engine={"podTemplate": {"metadata": {"annotations": {"rolled": "1"}}}})
     for _ in range(5):

@@ -22,17 +22,15 @@ from lmcache_operator.components.images import lenders_in, recorded, recorded_in
 from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.pods.pods import has_no_node, is_outdated, next_eviction
-from lmcache_operator.pods.resize import initial_bytes, resizing
+from lmcache_operator.pods.resize import initial_bytes, largest_in_place, resizing, sidecar_memory
 from lmcache_operator.specs import Images, Object, names, paths, stateful
 from lmcache_operator.specs.kinds import Ref, ref_of
+from lmcache_store.common.units import format_size
 
 _HIGHEST_PORT = 65535
 _HTTP_PORT = {"name": "http", "port": names.ENGINE_PORT, "protocol": "TCP", "targetPort": "http"}
 _METRICS_PORT = {"name": "metrics", "port": names.SIDECAR_PORT, "protocol": "TCP", "targetPort": "metrics"}
-_FORMER_SIZE = (
-    "engine pods keep the previous size of a tier, because they cannot resize it while they run. New pods "
-    "get the new size; to replace all pods now, change an annotation in spec.engine.podTemplate"
-)
+_REPLACE = "To replace serving pods, one at a time, change an annotation in spec.engine.podTemplate"
 
 
 class Engine(Component):
@@ -116,8 +114,6 @@ class Engine(Component):
         too_large = [pod for pod in observed.pods if has_no_node(pod) and 0 < made < initial_bytes(pod)]
         evict = next_eviction(live, observed.pods, template, too_large)
         transfer = planned_transfer(cluster, context.allow_all_gpus)
-        former = (pod for pod in latest if any(each.has_former_size(pod, template) for each in FEATURES))
-        fixed = {*resized.fixed, *(pod["metadata"]["name"] for pod in former)}
         return replace(
             due,
             make=tuple(child for feature in FEATURES for child in feature.made(cluster)),
@@ -127,7 +123,7 @@ class Engine(Component):
             # written, or the controller would recreate the old pod.
             evict=() if ref_of(stateful_set) in due.lost else evict,
             num_outdated=len(observed.pods) - len(latest),
-            note=f"{len(fixed)} {_FORMER_SIZE}" if fixed else "",
+            note=_size_note(cluster.memory_bytes, latest, resized.fixed, template, observed),
             fields={
                 "resizing": resized,
                 "discarded": discarded(observed, template),
@@ -216,6 +212,27 @@ def _memory_size(cluster: Cluster) -> MemorySize:
     """
     _, max_bytes = cluster.spec.autoscaling.memory_bounds(cluster.memory.num_bytes)
     return MemorySize(cluster.memory_bytes, max_bytes)
+
+
+def _size_note(
+    wanted: int, pods: Sequence[Object], fixed: Sequence[str], template: Object, observed: Observed
+) -> str:
+    """Why pods that match the spec keep other sizes of tiers, and what to do; empty: none does.
+
+    ``fixed``: names of the pods whose memory tier cannot get the ``wanted`` bytes.
+    """
+    sentences, remedy = list[str](), _REPLACE
+    if present := [largest_in_place(pod) for pod in pods if pod["metadata"]["name"] in fixed]:
+        number = f"{len(present)} engine pod{'s' if len(present) > 1 else ''}"
+        bound = f"{'up to' if wanted > max(present) else 'only'} {format_size(max(present))} while running"
+        needs = f"{format_size(wanted)} (spec.tiers.memory.size) needs new pods"
+        sentences.append(f"{number} can have {bound}: {needs}")
+        limit = (observed.largest or {}).get("memory")
+        if limit is not None and limit < sidecar_memory(wanted):
+            remedy = f"The largest node has {format_size(float(limit))}, so a new pod would not start"
+    if former := sum(any(each.has_former_size(pod, template) for each in FEATURES) for pod in pods):
+        sentences.append(f"A change of spec.tiers.disk.size needs new pods: {former} have the former size")
+    return ". ".join([*sentences, remedy]) if sentences else ""
 
 
 def _sidecar_yaml(cluster: Cluster) -> str:

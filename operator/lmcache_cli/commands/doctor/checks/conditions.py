@@ -21,6 +21,7 @@ _SERVED = {
     "NoAnswer",
     "OOMKilled",
     "ResizeInfeasible",
+    "ResizePending",
 }
 """Reasons of problems with which requests are served and cached."""
 _SUMMARIES = ("Degraded", "Ready")
@@ -57,9 +58,8 @@ def conditions(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     Pods that are not ready explain why no engine is: see `pods.readiness`.
     """
     explained = {"NoEngineReady"} if cluster.unready_pods else set[str]()
-    bad = [
-        item for item in _conditions(cluster) if is_bad(item) and item.get("reason") in TROUBLES - explained
-    ]
+    known = TROUBLES | {"ResizePending"}
+    bad = [item for item in _conditions(cluster) if is_bad(item) and item.get("reason") in known - explained]
     reasons = {item["reason"] for item in bad if item["type"] not in _SUMMARIES}
     for item in bad:
         if item["type"] in _SUMMARIES and item["reason"] in reasons:
