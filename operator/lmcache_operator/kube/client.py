@@ -343,6 +343,8 @@ class KubeApi:
             # The Lease must not be released while a write is pending, so `settle` waits for cancelled writes.
             self._writes.add(exchange)
             exchange.add_done_callback(self._writes.discard)
+            # `shield` no longer reads an exception of the fence once the caller is cancelled.
+            exchange.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         status, data = await (exchange if verb in _READS else asyncio.shield(exchange))
         metrics.API_REQUESTS.labels(verb=verb, code=str(status)).inc()
         if status not in accept and not HTTPStatus.OK <= status < HTTPStatus.BAD_REQUEST:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kubernetes.aio.client import ApiClient, Configuration
 from multidict import CIMultiDict
 
-from lmcache_operator.errors import NoAnswerError, RefusedError, UnavailableError
+from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError, UnavailableError
 from lmcache_operator.kube import client as kube_client
 from lmcache_operator.kube.client import KubeApi, connect
 from lmcache_operator.kube.fence import WriteFence
@@ -322,6 +322,32 @@ def test_fence_is_checked_again_when_the_request_is_written(server, monkeypatch)
     with pytest.raises(NoAnswerError, match="does not lead"):
         asyncio.run(write())
     assert server.requests == []
+
+
+def test_refusal_after_the_caller_was_cancelled_is_no_error_of_asyncio(server, caplog):
+    """Python would log that nobody retrieved the exception of the write."""
+    is_asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    class Refusing(WriteFence):
+        async def renew(self, url: str) -> None:
+            is_asked.set()
+            await may_answer.wait()
+            raise ApiError(url, "forbidden")
+
+    async def write() -> None:
+        async with ApiClient(Configuration(host="http://127.0.0.1:1")) as client:
+            api = KubeApi(client, Refusing())
+            caller = asyncio.create_task(api.apply(SERVICE, "u"))
+            await is_asked.wait()
+            caller.cancel()
+            await asyncio.gather(caller, return_exceptions=True)
+            may_answer.set()
+            await api.settle()
+        del api, caller
+        gc.collect()
+
+    asyncio.run(write())
+    assert "never retrieved" not in caplog.text
 
 
 def test_settle_waits_for_writes_of_cancelled_callers(server: Server) -> None:
