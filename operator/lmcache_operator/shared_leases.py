@@ -20,6 +20,7 @@ from lmcache_operator import metrics
 from lmcache_operator.election import LEASE_SECONDS, RETRY_SECONDS, Elector, LeaseName
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.kube.fence import WriteFence
+from lmcache_operator.reconcile.measures import unmeasure
 from lmcache_operator.specs.kinds import ClusterKey
 from lmcache_operator.specs.names import FIELD_MANAGER
 
@@ -98,6 +99,7 @@ class SharedLeases(WriteFence):
             if self._all:
                 await self._renew(key.namespace)
             if not self._seconds_left(self._of_namespace[key.namespace]):
+                unmeasure(key)
                 return _PAUSE_SECONDS
             delay = await work(key)
             if delay is None and self._all:  # the cluster is deleted, and perhaps its namespace

@@ -33,7 +33,7 @@ def measure(key: ClusterKey, status: Object) -> None:
 
 
 def unmeasure(key: ClusterKey) -> None:
-    """Remove the metrics of a deleted cluster."""
+    """Remove the metrics of a cluster that is deleted, or that another operator serves."""
     for kind in _CONDITIONS:
         _set(metrics.CONDITION, key, (kind,), None)
     _measure_sizes(key, {})

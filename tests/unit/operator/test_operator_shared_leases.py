@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_operator import election
+from lmcache_operator import election, metrics
 from lmcache_operator.election import Elector, LeaseName
 from lmcache_operator.errors import ApiError, LeaseLostError
 from lmcache_operator.kube.client import KubeApi
+from lmcache_operator.reconcile.measures import measure
 from lmcache_operator.shared_leases import ALL, SharedLeases, _lease_in
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import ClusterKey
@@ -262,6 +263,28 @@ def test_deleted_clusters_of_a_namespace_do_not_disturb_others():
         assert await asyncio.gather(*deleting) == [None] * 10
         assert next(num_runs) == 10
         end(process)
+
+    run(body())
+
+
+def test_cluster_of_a_lost_namespace_has_no_metrics_any_more():
+    async def body() -> None:
+        servers = Servers()
+        process = Process(servers, "one")
+        await wait_for(lambda: process.may_write("a"), TAKEOVER_SECONDS)
+        key = ClusterKey("a", "lost", "uid")
+        measure(key, {"conditions": [{"type": "Ready", "status": "True"}]})
+
+        async def reconcile(_: ClusterKey) -> float:
+            raise AssertionError("another operator serves the namespace")
+
+        other = Process(servers, "two", "a")
+        await wait_for(lambda: other.may_write("a"), OVERLAP_SECONDS)
+        assert await process.shared.guarded(reconcile)(key)
+        samples = next(iter(metrics.CONDITION.collect())).samples
+        assert [sample for sample in samples if sample.labels["name"] == "lost"] == []
+        end(process)
+        end(other)
 
     run(body())
 
