@@ -8,6 +8,7 @@ from decimal import Decimal
 from itertools import chain
 
 from lmcache_operator.contract.base import Observed
+from lmcache_operator.pods.fields import missing_object
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.merge import dig
 from lmcache_operator.specs.names import COMPONENT_LABEL, ENGINE, REMOTE, SIZE_ARGUMENT
@@ -15,7 +16,9 @@ from lmcache_store.common.units import format_size, parse_quantity
 
 _LACKING = re.compile(r"Insufficient ([^\s,]+?)[.]?(?=[\s,]|$)")
 # On preemption, which would evict other pods, users can do nothing.
-_TAIL = re.compile(r"(no new claims to deallocate|still not schedulable|preemption:).*", re.DOTALL)
+_TAIL = re.compile(
+    r"((?<=not found\.) not found|no new claims to deallocate|still not schedulable|preemption:).*", re.DOTALL
+)
 _PARTS = {ENGINE: "spec.engine", REMOTE: "spec.tiers.remote.managed"}
 """Parts of the spec, by component and by the name of its main container."""
 _PLACING = {
@@ -31,6 +34,8 @@ _NO_GPUS = "Without GPUs, set spec.engine.gpu.count to 0, and an image for CPUs 
 def unplaced_message(pod: Object, message: str, observed: Observed) -> str:
     """The problem of a pod without a node. It names fields, and quotes the scheduler's ``message``."""
     name, words = pod["metadata"]["name"], _TAIL.sub("", message).rstrip()
+    if missing := missing_object(words, observed):
+        return f"pod {name}: {missing}"
     part = _PARTS.get((pod["metadata"].get("labels") or {}).get(COMPONENT_LABEL, ""))
     sentences = [_amounts(pod, resource, part, observed) for resource in lacking(words)]
     if "cannot allocate all claims" in words and part == _PARTS[ENGINE]:

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 
 from lmcache_operator.contract.base import Observed
 from lmcache_operator.contract.conditions import Problem, Trouble
+from lmcache_operator.pods.fields import missing_object
 from lmcache_operator.pods.output import last_error
 from lmcache_operator.pods.placement import lacking, unplaced_message
 from lmcache_operator.specs import Object
@@ -214,7 +215,8 @@ def _unready(observed: Observed, pod: Object) -> Iterator[Problem]:
     # Once a container has started, older events about volumes are obsolete.
     for event in () if has_started(pod) else _warnings(observed, pod["metadata"]["uid"]):
         if event.get("reason") in _OF_PODS:
-            yield Problem("FailedMount", f"pod {name}: {_quote('FailedMount', event)}")
+            cause = missing_object(event.get("message", ""), observed) or _quote("FailedMount", event)
+            yield Problem("FailedMount", f"pod {name}: {cause}")
     if observed.now - unready_since(pod, observed) > (limit := start_limit(pod)):
         minutes = limit // timedelta(minutes=1)
         yield Problem("ProgressDeadlineExceeded", f"pod {name} has not become ready in {minutes} minutes")

@@ -276,6 +276,44 @@ def test_pod_without_a_node_names_amounts_and_fields(reason: str, largest: Objec
     assert problem == Problem("Unschedulable", f"pod {POD} {why}. Scheduler: {scheduler}")
 
 
+@pytest.mark.parametrize(
+    ("spec", "named", "what"),
+    [
+        ({"tiers": {"remote": {"external": {"url": "redis://h", "authSecretRef": {"name": "kv"}}}}},
+         'MountVolume.SetUp failed for volume "remote-auth" : secret "kv" not found',
+         "Secret kv (spec.tiers.remote.external.authSecretRef.name)"),
+        ({"tiers": {"remote": {"managed": {"tls": {"secretRef": {"name": "ca"}}}}}}, 'secret "ca" not found',
+         "Secret ca (spec.tiers.remote.managed.tls.secretRef.name)"),
+        ({"model": {"name": "m", "tokenSecretRef": {"name": "hf", "key": "t"}}}, 'secret "hf" not found',
+         "Secret hf (spec.model.tokenSecretRef.name)"),
+        ({"model": {"name": "m", "volume": {"secret": {"secretName": "m"}}}}, 'secret "m" not found',
+         "Secret m (spec.model.volume.secret.secretName)"),
+        ({"model": {"name": "m", "volume": {"configMap": {"name": "m"}}}}, 'configmap "m" not found',
+         "ConfigMap m (spec.model.volume.configMap.name)"),
+        ({"model": {"name": "m", "volume": {"persistentVolumeClaim": {"claimName": "modells"}}}},
+         '0/1 nodes are available: persistentvolumeclaim "modells" not found. not found',
+         "PersistentVolumeClaim modells (spec.model.volume.persistentVolumeClaim.claimName)"),
+    ],
+)  # fmt: skip
+def test_object_that_does_not_exist_is_named_with_its_field(spec: Object, named: str, what: str) -> None:
+    world = settled_world()
+    world.change(**spec)
+    advice = "does not exist in namespace team: create it, or correct the name"
+    live = world.pods[POD]
+    if "nodes" in named:
+        placed = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": named}
+        live["status"] = {"conditions": [placed]}
+        assert problems(world) == [Problem("Unschedulable", f"pod {POD}: {what} {advice}")]
+        other = named.replace("modells", "scratch")  # of the pod template
+        text = unplaced_message(live, other, observe(world))
+        assert text == f"pod {POD}: {other.removesuffix(' not found')}"
+        return
+    live["status"] = {}
+    event = {"reason": "FailedMount", "message": named, "lastTimestamp": END_TIME}
+    world.warnings = [event | {"involvedObject": {"uid": live["metadata"]["uid"]}}]
+    assert problems(world) == [Problem("FailedMount", f"pod {POD}: {what} {advice}")]
+
+
 @pytest.mark.parametrize("part", [lambda spec: spec, lambda spec: spec["initContainers"][-1]])
 def test_amounts_that_do_not_add_up_are_left_to_the_scheduler(part: Any) -> None:
     """The pod template may set the request of the pod, or have a container that runs before the others."""
