@@ -30,10 +30,10 @@ def test_explains_all_requests_and_one(sidecar, scheduler):
     report(scheduler, "cmpl-1", 1, 2, 3)
     report(scheduler, "cmpl-2", 1, 2, 4, num_hit_chunks=1, num_loaded_tokens=256)
     status, text = explain(sidecar)
-    assert (status, difference(output(PAGE, "explain\n"), text)) == (0, "")
+    assert (status, difference(output(PAGE, "explain NAME\n"), text)) == (0, "")
     assert text.startswith("1,546 tokens of prompts: 17 % loaded, 83 % computed.")
     status, text = explain(sidecar, "--request-id", "pl-2")
-    assert (status, difference(output(PAGE, "--request-id"), text)) == (0, "")
+    assert (status, difference(output(PAGE, "--request-id"), f"Pod NAME-engine-0.\n{text}")) == (0, "")
     assert text.startswith("Request cmpl-2: 773 tokens.\nAn earlier prompt began with the same 512 tokens.")
     status, text = explain(sidecar, "--output", "json")
     assert json.loads(text)["cause_tokens"] == {
