@@ -26,10 +26,10 @@ def screen(
     """Yield the lines of the screen. ``flags``: options of commands that reach the same API server."""
     if problem := status["operator"]["problem"]:
         is_absent = status["operator"]["isWorking"] is False
-        for line in printing.wrapped(problem, width, ""):
+        text = problem if is_absent else f"{problem} If this does not change:"
+        for line in printing.wrapped(text, width, ""):
             yield style.paint(line, "red" if is_absent else "yellow")
-        if is_absent:
-            yield f"-> kubectl lmcache doctor{flags} {_arguments(status)}"
+        yield f"-> kubectl lmcache doctor{flags} {_arguments(status)}"
         yield ""
     title = style.title(f"{status['namespace']}/{status['name']}")
     yield f"{title}  {_painted(status['state'], style)}  {status['time']}"
