@@ -14,13 +14,19 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from email.utils import parsedate_to_datetime
-from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import yaml
 
-from lmcache_operator.errors import ApiError, FileError, NoAnswerError, NotFoundError, OperatorError
-from lmcache_operator.kube.refusals import error_of, with_field
+from lmcache_operator.errors import (
+    ApiError,
+    FileError,
+    NoAnswerError,
+    NotFoundError,
+    OperatorError,
+    RefusedError,
+)
+from lmcache_operator.kube.refusals import with_field
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import CLUSTER, NAMESPACE
 from lmcache_store.common.text import plain
@@ -75,17 +81,21 @@ class ApiConnection(NamedTuple):
 
     async def clusters(self) -> list[Object]:
         """Read all LMCacheClusters of the namespace. Raises NotFoundError if it has none, or ApiError."""
-        clusters = await _soon(self.api.find(CLUSTER, self.namespace))
+        try:
+            clusters = await _soon(self.api.find(CLUSTER, self.namespace))
+        except RefusedError as error:
+            raise await self._lacks(error) from error
         if not clusters:
             text = f"namespace {self.namespace} has no LMCacheCluster"
             raise await self._lacks(NotFoundError(f"{text}: `kubectl get lmcacheclusters -A` lists all"))
         return clusters
 
-    async def _lacks(self, error: NotFoundError) -> OperatorError:
+    async def _lacks(self, error: OperatorError) -> OperatorError:
         """Return the error, or another one if not even the namespace or the kind of object exists."""
         with contextlib.suppress(ApiError):  # the user may have no right to read namespaces
             if not await _soon(self.api.serves(CLUSTER)):
-                return error_of(f"{CLUSTER.plural}.{CLUSTER.group}", HTTPStatus.NOT_FOUND, b"")
+                text = "LMCache Cluster is not installed in this Kubernetes cluster"
+                return NotFoundError(f"{text}: `kubectl lmcache doctor{self.flags}` says what to do")
             if await _soon(self.api.get(NAMESPACE, "", self.namespace)) is None:
                 text = f"there is no namespace {self.namespace}: `kubectl get namespaces` lists all"
                 return NotFoundError(text)

@@ -177,7 +177,9 @@ def test_read_that_only_explains_an_error_has_a_limit(kubeconfig, capsys, monkey
     assert "namespace nosuch has no LMCacheCluster" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["status"], ["status", "demo"], ["top", "--once"], ["report"]])
+@pytest.mark.parametrize(
+    "words", [["status"], ["status", "demo"], ["explain"], ["top", "--once"], ["report"]]
+)
 def test_kubernetes_without_an_installation_is_named(kubeconfig, capsys, words) -> None:
     class Handler(JsonHandler):
         def do_GET(self) -> None:
@@ -187,8 +189,10 @@ def test_kubernetes_without_an_installation_is_named(kubeconfig, capsys, words) 
         lead_to(kubeconfig, f"http://127.0.0.1:{server.server_port}")
         assert main(words) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "context c" in line
-    assert "the API server does not know this kind of object: it needs LMCache Cluster's chart" in line
+    assert line == (
+        f"error: context c (http://127.0.0.1:{server.server_port}): LMCache Cluster is not installed in this "
+        "Kubernetes cluster: `kubectl lmcache doctor` says what to do"
+    )
 
 
 def test_empty_variable_counts_as_none(tmp_path) -> None:
