@@ -18,6 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if not os.environ.get("KUBECONFIG"):
         os.environ.pop("KUBECONFIG", None)  # as for kubectl, an empty variable is not set
+    if not words:
+        _parser(words).print_help(sys.stderr)
+        return 2
     arguments = _parser(words).parse_args(words)
     return int(arguments.command(arguments))
 

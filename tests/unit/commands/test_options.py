@@ -49,6 +49,12 @@ def test_wrong_time_is_explained(text: str, capsys: pytest.CaptureFixture[str]) 
     assert "is not a time" in capsys.readouterr().err
 
 
+def test_no_command_prints_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr().err
+    assert all(f"\n    {name} " in shown for name in COMMANDS)
+
+
 def mistake(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """Return the last line that a wrong command line prints."""
     with pytest.raises(SystemExit) as stopped:
