@@ -172,11 +172,13 @@ def _pod(figures: PodFigures) -> dict[str, Any]:
     tokens = merge.totals([stats], "causes", "cause_tokens")
     problem = figures.problem or reason or ("" if attached else "no engine uses the cache")
     starting = bool(problem) and is_starting(figures.pod)
+    stopping = "deletionTimestamp" in figures.pod["metadata"]
     return {
         "name": figures.name,
         "isReady": is_ready(figures.pod),
         "isStarting": starting,
-        "problem": "" if starting else (problem and failure_of_pod(figures.pod)) or problem,
+        "isStopping": stopping,
+        "problem": "" if starting or stopping else (problem and failure_of_pod(figures.pod)) or problem,
         "uptimeSeconds": merge.count(stats.get("uptime_seconds")),
         "memoryUsedBytes": merge.count(merge.part(stats, "memory").get("used_bytes")),
         "memoryBytes": merge.count(merge.part(stats, "memory").get("size_bytes")),

@@ -99,7 +99,7 @@ def _pod_lines(pods: Sequence[Mapping[str, Any]], style: printing.Style, number:
                 memory if is_known else "-",
                 percent(pod["loadedTokens"], num_tokens) if num_tokens else "-",
                 percent(pod["engineTokens"], num_tokens) if num_tokens else "-",
-                style.paint(problem, "yellow") or ("starting" if pod["isStarting"] else "in use"),
+                style.paint(problem, "yellow") or _state(pod),
             )
         )
     yield from style.titled(printing.table(rows, right=(2, 4, 5)))
@@ -107,6 +107,10 @@ def _pod_lines(pods: Sequence[Mapping[str, Any]], style: printing.Style, number:
         num_bad = sum(bool(pod["problem"]) or not pod["isReady"] for pod in ordered[number:])
         yield f"and {len(pods) - number} more pods, {num_bad} of them with a problem: --all-pods lists all"
     yield ""
+
+
+def _state(pod: Mapping[str, Any]) -> str:
+    return "starting" if pod["isStarting"] else "stopping" if pod["isStopping"] else "in use"
 
 
 def _tier_lines(status: Mapping[str, Any], style: printing.Style) -> Iterator[str]:
@@ -159,10 +163,13 @@ def _saving_lines(savings: Mapping[str, Any], style: printing.Style) -> Iterator
 def _next_steps(status: Mapping[str, Any], style: printing.Style, width: int, flags: str) -> Iterator[str]:
     steps, name, pods = list(status["problems"]), _arguments(status), status["pods"]
     steps += [f"{finding['statement']} {finding['advice']}" for finding in status["findings"]]
-    is_bad = any(pod["problem"] for pod in pods) or any(each["isTrouble"] for each in status["conditions"])
+    number = sum(pod["isStarting"] for pod in pods)
+    normal = "NoEngineReady" if number else ""  # the pods that start explain it
+    troubles = [each for each in status["conditions"] if each["isTrouble"] and each["reason"] != normal]
+    is_bad = bool(troubles) or any(pod["problem"] for pod in pods)
     if is_bad and status["operator"]["isWorking"] is not False:
         steps.append(f"Find the reason of problems: kubectl lmcache doctor{flags} {name}")
-    elif number := sum(pod["isStarting"] for pod in pods):
+    elif number:
         about = "1 pod is starting" if number == 1 else f"{number} pods are starting"
         steps.append(f"{about}. Wait until the state is Ready: kubectl lmcache status{flags} {name} --watch")
     if status["promptTokens"]:

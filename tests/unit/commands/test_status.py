@@ -22,6 +22,7 @@ from tests.harness.commands.command_world import (
     gathered,
     pod,
     stats,
+    time_before_now,
 )
 from tests.harness.fences import difference, output
 from tests.unit.explain.test_merge import ANY
@@ -252,6 +253,18 @@ def test_normal_rollout_does_not_lead_to_doctor() -> None:
     shown = text(gathered(figures(0), starting, conditions=conditions("True", "Serving", "Replacing")))
     assert "Progressing is True (Replacing): a message" in shown
     assert "doctor" not in shown
+
+
+def test_normal_start_and_end_of_pods_do_not_lead_to_doctor() -> None:
+    stopping, starting = PodFigures(pod(0), problem=UNREACHED), PodFigures(broken(1), problem=UNREACHED)
+    stopping.pod["metadata"]["deletionTimestamp"] = time_before_now(3)
+    absent = condition("Ready", "False", "NoEngineReady")
+    shown = text(gathered(stopping, starting, conditions=[absent]))
+    assert next(line for line in shown.splitlines() if line.startswith("demo-engine-0")).endswith(
+        "  stopping"
+    )
+    assert "doctor" not in shown
+    assert "doctor" in text(gathered(stopping, conditions=[absent]))
 
 
 def test_a_thousand_pods_fit_on_a_screen() -> None:
