@@ -148,6 +148,14 @@ NO_ENGINE = [
     condition("Ready", "False", "NoEngineReady"),
     condition("EngineAvailable", "False", "NoEngineReady"),
 ]
+NOT_BOUND = [
+    condition("Degraded", "True", "FailedBinding", "pod demo-engine-0, claim m: no storage class"),
+    *NO_ENGINE,
+]
+NOT_MOUNTED = [
+    condition("Degraded", "True", "FailedMount", "pod demo-engine-0: Secret kv does not exist"),
+    *NO_ENGINE,
+]
 REFUSED = [condition("Degraded", "True", "Unschedulable", "no node has 1 GPU"), *NO_ENGINE]
 
 
@@ -159,6 +167,8 @@ REFUSED = [condition("Degraded", "True", "Unschedulable", "no node has 1 GPU"), 
         ([unready(seconds=331)], NO_ENGINE, "pods", FAILURE, "has not become ready in 5 minutes"),
         ([unready(**UNPLACED)], REFUSED, "condition:Degraded", FAILURE, "no node has 1 GPU"),
         ([unready(**UNPLACED)], NO_ENGINE, "pods", FAILURE, "The pod: no node. This concerns 1 pod"),
+        ([unready()], NOT_BOUND, "condition:Degraded", FAILURE, "no storage class"),
+        ([unready(), unready(1)], NOT_MOUNTED, "condition:Degraded", FAILURE, "Secret kv does not exist"),
         ([], NO_ENGINE, "condition:EngineAvailable", FAILURE, "NoEngineReady"),
     ],
 )  # fmt: skip

@@ -48,7 +48,8 @@ def progress(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         yield failure(text, "Read its log:", "LMCacheOperatorDown", command)
 
 
-def _conditions(cluster: ClusterFacts) -> list[Object]:
+def conditions_of(cluster: ClusterFacts) -> list[Object]:
+    """The conditions in the cluster's status."""
     return [item for item in dig(cluster.resource, "status", "conditions") or () if isinstance(item, dict)]
 
 
@@ -59,7 +60,9 @@ def conditions(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """
     explained = {"NoEngineReady"} if cluster.unready_pods else set[str]()
     known = TROUBLES | {"ResizePending"}
-    bad = [item for item in _conditions(cluster) if is_bad(item) and item.get("reason") in known - explained]
+    bad = [
+        item for item in conditions_of(cluster) if is_bad(item) and item.get("reason") in known - explained
+    ]
     reasons = {item["reason"] for item in bad if item["type"] not in _SUMMARIES}
     for item in bad:
         if item["type"] in _SUMMARIES and item["reason"] in reasons:
@@ -69,5 +72,5 @@ def conditions(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         text = f"{kind} is {item['status']} ({reason}): {plain(item.get('message'))}"
         level = warning if reason in _SERVED or item["status"] == "Unknown" else failure
         yield level(text, "", reason)._replace(check=f"condition:{kind}")
-    if _conditions(cluster) and not bad:
+    if conditions_of(cluster) and not bad:
         yield ok("The operator reports no problem.")
