@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from lmcache_operator.contract.base import Observed
+from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.merge import dig
 
 _MISSING = re.compile(r'\b(secret|configmap|persistentvolumeclaim) "([^"]+)" not found')
@@ -18,6 +19,31 @@ _REFERENCES = {
 }  # fmt: skip
 """Fields that name an object without which a pod does not start. Other objects may be missing."""
 _KINDS = {"secret": "Secret", "configmap": "ConfigMap", "persistentvolumeclaim": "PersistentVolumeClaim"}
+_IMAGES = {
+    (names.ENGINE, names.ENGINE): "spec.engine.image",
+    (names.ENGINE, names.PAYLOAD): "spec.sidecar.image",
+    (names.ENGINE, names.SIDECAR): "spec.sidecar.image",
+    (names.REMOTE, names.REMOTE): "spec.tiers.remote.managed.image",
+    (names.ROUTER, names.ROUTER): "spec.router.image",
+}
+"""Fields with the images of containers, by component and container."""
+_NO_MODEL = re.compile(
+    "HFValidationError|Invalid repository ID|RepositoryNotFoundError|is not a valid model identifier"
+)
+"""Output of vLLM and SGLang for a model that does not exist."""
+
+
+def image_field(pod: Object, container: str) -> str:
+    """The field with a container's image, in brackets; empty: no field of the spec sets it."""
+    component = (pod["metadata"].get("labels") or {}).get(names.COMPONENT_LABEL, "")
+    field = _IMAGES.get((component, container))
+    return f" ({field})" if field else ""
+
+
+def model_field(output: str, observed: Observed) -> str:
+    """The field with the model's name, in brackets; empty: the output is not about a missing model."""
+    model = dig(observed.resource, "spec", "model", "name")
+    return f" (spec.model.name is {model})" if model and _NO_MODEL.search(output) else ""
 
 
 def missing_object(message: str, observed: Observed) -> str:

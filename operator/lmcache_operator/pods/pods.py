@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 
 from lmcache_operator.contract.base import Observed
 from lmcache_operator.contract.conditions import Problem, Trouble
-from lmcache_operator.pods.fields import missing_object
+from lmcache_operator.pods.fields import image_field, missing_object, model_field
 from lmcache_operator.pods.output import last_error
 from lmcache_operator.pods.placement import lacking, unplaced_message
 from lmcache_operator.specs import Object
@@ -229,7 +229,8 @@ def _stuck(observed: Observed, pod: Object) -> Iterator[Problem]:
         waiting, ended = container.get("state", {}).get("waiting") or {}, endings.get(container["name"])
         reason = _STUCK.get(waiting.get("reason", ""))
         if reason and reason != "CrashLoopBackOff":
-            yield Problem(reason, f"{_where(pod, container)}: {_quote(reason, waiting)}")
+            field = image_field(pod, container["name"]) if reason == "ImagePullBackOff" else ""
+            yield Problem(reason, f"{_where(pod, container)}{field}: {_quote(reason, waiting)}")
         elif container.get("ready"):
             continue
         elif ended and _is_oom(ended):
@@ -314,7 +315,8 @@ def _history(observed: Observed, pod: Object, container: Object, ended: Object) 
     elif ended:
         how += f", the last time with {ended.get('reason')}, exit code {code}"
     output = last_error(ended.get("message") or "")
-    return f"{_where(pod, container)}: {how}" + (f": {output}" if output else "")
+    field = model_field(ended.get("message") or "", observed)
+    return f"{_where(pod, container)}{field}: {how}" + (f": {output}" if output else "")
 
 
 def unready_since(pod: Object, observed: Observed) -> datetime:

@@ -126,8 +126,9 @@ def test_first_crash_is_reported_while_the_container_starts_again(now: str) -> N
     )
     assert (progressing["status"], progressing["reason"], degraded["status"]) == ("True", "Starting", "False")
     assert progressing["message"].startswith(
-        f"0 of 1 engine pods are ready; pod {POD}, container engine: ended once with exit code 1 after 31 s, "
-        "and starts again: (APIServer pid=1) pydantic_core._pydantic_core.ValidationError: 1 validation error"
+        f"0 of 1 engine pods are ready; pod {POD}, container engine (spec.model.name is org/model): "
+        "ended once with exit code 1 after 31 s, and starts again: "
+        "(APIServer pid=1) pydantic_core._pydantic_core.ValidationError: 1 validation error"
     )
     crash["startedAt"] = "1970-01-01T00:00:00Z"
     assert "ended once with exit code 1, and starts again: " in str(status_of(world))
@@ -204,7 +205,45 @@ def test_alternating_kubelet_reasons_map_to_one_reason(kubelet_reason: str, reas
     waiting = {"waiting": {"reason": kubelet_reason, "message": "why"}}
     world = world_with(containerStatuses=[{"name": "engine", "state": waiting}])
     why = "why" if kubelet_reason == reason else f"{kubelet_reason}: why"
-    assert problems(world) == [Problem(reason, f"pod {POD}, container engine: {why}")]
+    field = " (spec.engine.image)" if reason == "ImagePullBackOff" else ""
+    assert problems(world) == [Problem(reason, f"pod {POD}, container engine{field}: {why}")]
+
+
+@pytest.mark.parametrize(
+    ("component", "container", "field"),
+    [
+        ("engine", "engine", " (spec.engine.image)"), ("engine", "sidecar", " (spec.sidecar.image)"),
+        ("engine", "payload", " (spec.sidecar.image)"), ("engine", "more", ""),
+        ("remote", "remote", " (spec.tiers.remote.managed.image)"),
+        ("router", "router", " (spec.router.image)"), ("", "engine", ""),
+    ],
+)  # fmt: skip
+def test_image_that_cannot_be_pulled_is_named_with_its_field(
+    component: str, container: str, field: str
+) -> None:
+    waiting = {"waiting": {"reason": "ErrImagePull", "message": "why"}}
+    world = world_with(containerStatuses=[{"name": container, "state": waiting}])
+    world.pods[POD]["metadata"]["labels"]["lmcache.io/component"] = component
+    message = f"pod {POD}, container {container}{field}: ErrImagePull: why"
+    assert problems(world) == [Problem("ImagePullBackOff", message)]
+
+
+@pytest.mark.parametrize(
+    ("output", "is_named"),
+    [
+        ("Value error, Invalid repository ID or local directory specified: '/modles'.", True),
+        ("huggingface_hub.errors.RepositoryNotFoundError: 404 Client Error.", True),
+        ("huggingface_hub.errors.HFValidationError: Repo id must be in the form 'namespace/name'", True),
+        ("OSError: x is not a local folder and is not a valid model identifier listed on", True),
+        ("ValueError: No available memory for the cache blocks.", False),
+    ],
+)
+def test_model_that_does_not_exist_is_named_with_its_field(output: str, is_named: bool) -> None:
+    crash = container("engine", now="waiting", restarts=2, last=ended(1, message=output))
+    world = world_with(containerStatuses=[crash])
+    world.change(model={"name": "Qwen/Qwem"})
+    (problem,) = problems(world)
+    assert (" (spec.model.name is Qwen/Qwem): " in problem.message) is is_named
 
 
 def test_evicted_pod_is_reported() -> None:

@@ -56,7 +56,9 @@ def test_reason_why_a_pod_does_not_run_is_reported():
         actual, is_problem = status_of(world), reason != "Starting"
         assert condition(actual, "Ready") == ("False", reason)
         assert condition(actual, "Degraded") == (str(is_problem), reason if is_problem else "AsDeclared")
-        assert ("pod demo-engine-0, container engine: no such image" in str(actual)) is is_problem
+        assert (
+            "pod demo-engine-0, container engine (spec.engine.image): no such image" in str(actual)
+        ) is is_problem
 
 
 @pytest.mark.parametrize(
