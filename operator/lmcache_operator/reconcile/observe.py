@@ -16,12 +16,14 @@ from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.pods.nodes import doubtful_nodes
 from lmcache_operator.pods.placement import largest_amounts
 from lmcache_operator.pods.pods import claim_names, has_started, incomplete_sets, is_ready, lacks_resources
+from lmcache_operator.pods.resize import largest_in_place
 from lmcache_operator.reconcile.contest import Contested
 from lmcache_operator.reconcile.needed import of_cluster, of_event, of_node, of_pod
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import BY_NAME, CLUSTER, EVENT, NODE, POD, Ref, controller_uid, is_child
 from lmcache_operator.specs.merge import dig
 from lmcache_operator.specs.names import selector_text
+from lmcache_store.common.units import parse_quantity
 
 _NODES_SECONDS = 300.0
 
@@ -105,8 +107,13 @@ class LargestNodes:
 
 
 def _needs_nodes(part: Observed) -> bool:
-    reasons = [item.get("reason") for item in dig(part.resource, "status", "conditions") or ()]
-    return "ResizePending" in reasons or lacks_resources((*part.pods, *part.foreign_pods))
+    try:
+        wanted = parse_quantity(dig(part.resource, "spec", "tiers", "memory", "size") or 0)
+    except ValueError:  # the spec is invalid
+        wanted = Decimal()
+    # The status would say so only after this reconciliation, and a write of the status starts no other.
+    is_too_large = any(0 < largest_in_place(pod) < wanted for pod in part.pods)
+    return is_too_large or lacks_resources((*part.pods, *part.foreign_pods))
 
 
 async def _with_nodes(api: KubeApi, observed: Observed) -> Observed:

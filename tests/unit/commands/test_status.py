@@ -98,6 +98,13 @@ def test_spec_gives_the_sizes_of_lower_tiers() -> None:
     assert sizes == {"engine": 16 * GiB, "memory": 8 * GiB, "disk": 200 * GiB, "remote": 24 * GiB}
 
 
+def test_size_that_needs_new_pods_is_shown_and_leads_to_doctor() -> None:
+    pending = condition("Progressing", "False", "ResizePending", "900Gi needs new pods")
+    shown = text(gathered(figures(0), conditions=[pending]))
+    assert "Progressing is False (ResizePending): 900Gi needs new pods" in shown
+    assert "kubectl lmcache doctor" in shown
+
+
 def test_problems_are_first_and_lead_to_doctor() -> None:
     silent = PodFigures(broken(waiting="ErrImagePull"), problem="no answer within 3 s")
     off = {"is_reachable": False, "off_reason": "connection refused"}
