@@ -209,43 +209,6 @@ def test_alternating_kubelet_reasons_map_to_one_reason(kubelet_reason: str, reas
     assert problems(world) == [Problem(reason, f"pod {POD}, container engine{field}: {why}")]
 
 
-@pytest.mark.parametrize(
-    ("component", "container", "field"),
-    [
-        ("engine", "engine", " (spec.engine.image)"), ("engine", "sidecar", " (spec.sidecar.image)"),
-        ("engine", "payload", " (spec.sidecar.image)"), ("engine", "more", ""),
-        ("remote", "remote", " (spec.tiers.remote.managed.image)"),
-        ("router", "router", " (spec.router.image)"), ("", "engine", ""),
-    ],
-)  # fmt: skip
-def test_image_that_cannot_be_pulled_is_named_with_its_field(
-    component: str, container: str, field: str
-) -> None:
-    waiting = {"waiting": {"reason": "ErrImagePull", "message": "why"}}
-    world = world_with(containerStatuses=[{"name": container, "state": waiting}])
-    world.pods[POD]["metadata"]["labels"]["lmcache.io/component"] = component
-    message = f"pod {POD}, container {container}{field}: ErrImagePull: why"
-    assert problems(world) == [Problem("ImagePullBackOff", message)]
-
-
-@pytest.mark.parametrize(
-    ("output", "is_named"),
-    [
-        ("Value error, Invalid repository ID or local directory specified: '/modles'.", True),
-        ("huggingface_hub.errors.RepositoryNotFoundError: 404 Client Error.", True),
-        ("huggingface_hub.errors.HFValidationError: Repo id must be in the form 'namespace/name'", True),
-        ("OSError: x is not a local folder and is not a valid model identifier listed on", True),
-        ("ValueError: No available memory for the cache blocks.", False),
-    ],
-)
-def test_model_that_does_not_exist_is_named_with_its_field(output: str, is_named: bool) -> None:
-    crash = container("engine", now="waiting", restarts=2, last=ended(1, message=output))
-    world = world_with(containerStatuses=[crash])
-    world.change(model={"name": "Qwen/Qwem"})
-    (problem,) = problems(world)
-    assert (" (spec.model.name is Qwen/Qwem): " in problem.message) is is_named
-
-
 def test_evicted_pod_is_reported() -> None:
     world = world_with(phase="Failed", reason="Evicted", message="The node was low on resource: memory.")
     message = f"pod {POD}: Evicted: The node was low on resource: memory."
@@ -313,44 +276,6 @@ def test_pod_without_a_node_names_amounts_and_fields(reason: str, largest: Objec
     amounts = largest and {name: Decimal(amount) for name, amount in largest.items()}
     (problem,) = pod_problems(replace(observe(world), largest=amounts))
     assert problem == Problem("Unschedulable", f"pod {POD} {why}. Scheduler: {scheduler}")
-
-
-@pytest.mark.parametrize(
-    ("spec", "named", "what"),
-    [
-        ({"tiers": {"remote": {"external": {"url": "redis://h", "authSecretRef": {"name": "kv"}}}}},
-         'MountVolume.SetUp failed for volume "remote-auth" : secret "kv" not found',
-         "Secret kv (spec.tiers.remote.external.authSecretRef.name)"),
-        ({"tiers": {"remote": {"managed": {"tls": {"secretRef": {"name": "ca"}}}}}}, 'secret "ca" not found',
-         "Secret ca (spec.tiers.remote.managed.tls.secretRef.name)"),
-        ({"model": {"name": "m", "tokenSecretRef": {"name": "hf", "key": "t"}}}, 'secret "hf" not found',
-         "Secret hf (spec.model.tokenSecretRef.name)"),
-        ({"model": {"name": "m", "volume": {"secret": {"secretName": "m"}}}}, 'secret "m" not found',
-         "Secret m (spec.model.volume.secret.secretName)"),
-        ({"model": {"name": "m", "volume": {"configMap": {"name": "m"}}}}, 'configmap "m" not found',
-         "ConfigMap m (spec.model.volume.configMap.name)"),
-        ({"model": {"name": "m", "volume": {"persistentVolumeClaim": {"claimName": "modells"}}}},
-         '0/1 nodes are available: persistentvolumeclaim "modells" not found. not found',
-         "PersistentVolumeClaim modells (spec.model.volume.persistentVolumeClaim.claimName)"),
-    ],
-)  # fmt: skip
-def test_object_that_does_not_exist_is_named_with_its_field(spec: Object, named: str, what: str) -> None:
-    world = settled_world()
-    world.change(**spec)
-    advice = "does not exist in namespace team: create it, or correct the name"
-    live = world.pods[POD]
-    if "nodes" in named:
-        placed = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": named}
-        live["status"] = {"conditions": [placed]}
-        assert problems(world) == [Problem("Unschedulable", f"pod {POD}: {what} {advice}")]
-        other = named.replace("modells", "scratch")  # of the pod template
-        text = unplaced_message(live, other, observe(world))
-        assert text == f"pod {POD}: {other.removesuffix(' not found')}"
-        return
-    live["status"] = {}
-    event = {"reason": "FailedMount", "message": named, "lastTimestamp": END_TIME}
-    world.warnings = [event | {"involvedObject": {"uid": live["metadata"]["uid"]}}]
-    assert problems(world) == [Problem("FailedMount", f"pod {POD}: {what} {advice}")]
 
 
 @pytest.mark.parametrize("part", [lambda spec: spec, lambda spec: spec["initContainers"][-1]])
