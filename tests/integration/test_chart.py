@@ -62,7 +62,9 @@ def test_install_upgrade_uninstall_keep_the_objects_of_users(fresh, tmp_path):
     files = re.findall(rf"kubectl apply -f {re.escape(raw)}(\S+)\n", notes)
     assert files == ["examples/cpu.yaml", "examples/qwen3-0.6b.yaml"]
     assert all((ROOT / file).is_file() for file in files)
-    assert f"pip install 'lmcache-cluster[operator] @ git+{REPOSITORY}@v{version}'" in notes
+    assert f"pipx install 'lmcache-cluster[operator] @ git+{REPOSITORY}@v{version}'" in notes
+    assert f"The tag v{version} exists only after the release." in notes
+    assert "  kubectl apply -f examples/cpu.yaml\n  pipx install '.[operator]'\n" in notes
     commands = re.findall(r"kubectl lmcache (\w+)", notes)
     assert commands == ["status", "doctor"]
 

@@ -24,7 +24,7 @@ from tools.resource_docs import CONDITIONS
 STAND_INS = {
     # Images, packages and the environment take minutes. The target and its variables must exist.
     "make": 'command make --no-print-directory --dry-run "$@" >/dev/null',
-    "pip": '[[ "$1" = install ]] && command grep -q "^${2//[^a-z]/} = \\[" pyproject.toml',
+    "pipx": '[[ "$1" = install ]] && command grep -q "^${2//[^a-z]/} = \\[" pyproject.toml',
     # The stand-ins need no time.
     "sleep": '[[ "$1" -gt 0 ]]',
     # No match is no error on a page.
