@@ -62,7 +62,7 @@ version = "%d.%d" % sys.version_info[:2]
 native = os.path.join(lib, "cp" + version.replace(".", ""))
 if not os.path.isdir(native):
     sys.exit("kubectl lmcache: python3 on your PATH is Python " + version + ", and this package needs "
-             "{pythons}. Put one of these first on the PATH, or run: pipx install 'lmcache-cluster[operator]'")
+             "{pythons}. Put one of these first on the PATH, or: pipx install 'lmcache-cluster[operator]'")
 sys.path[:1] = [os.path.join(lib, "common"), native]
 from {module} import main
 
