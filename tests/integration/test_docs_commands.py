@@ -286,6 +286,9 @@ def test_uninstall(plane, operator, terminal, namespace):
     def after(fence: Fence) -> None:
         if "kubectl delete lmcluster" in fence.text:
             operator.kill()
+            # Pods of this test and of earlier ones may end later.
+            labels = "app.kubernetes.io/managed-by=lmcache-operator"
+            plane.wait(lambda: not plane.kubectl("get", "pods", "-A", "-l", labels, "-o", "name"))
         if "kubectl get crd" in fence.text:  # the check of the page
             assert "lmcache.io" not in plane.kubectl("get", "crd")
             assert "lmcache" not in plane.kubectl("get", "clusterrole,clusterrolebinding")
