@@ -13,7 +13,7 @@ Users can rely on these promises:
 - If several operators run, only the holder of the Lease writes (ADR 27).
 - For an unchanged LMCacheCluster, the operator writes only a heartbeat each minute, also after its own
   restart.
-- From the answers of sidecars, the operator changes only the status, and sizes within the declared bounds.
+- The answers of sidecars can change only the status, and sizes within the declared bounds.
 - Cached data survives any failure of the operator, and objects can be deleted while it is down.
 """
 

@@ -6,8 +6,8 @@ The hooks of an engine's connector call these methods for each request, in this 
     num_loadable ──▶ reads the index in shared memory and offers what can be loaded. If it returns None, more
                      rows are on their way, and the engine asks again in the next step
     note_allocated ──▶ turns the offer into a LoadJob. A message to the sidecar takes a lease, which
-                       protects the rows from eviction. It is sent at once if this step computes something,
-                       else with the next step, unless the load has ended before, as most loads have
+                       protects the rows from eviction. If this step computes something, the message is sent
+                       at once. Else it waits for the next step, and a load that ends before needs none
     note_scheduled ──▶ creates a StoreJob for every chunk that this step completes
     finish ──▶ holds blocks while StoreJobs of the request are running
     take_report, note_loaded, note_released ──▶ record the jobs that the workers ended
