@@ -114,7 +114,8 @@ def test_status_and_columns_show_that_no_operator_works(plane, operator, namespa
     """The user may read only his namespace, and therefore not the operator's Lease."""
     plane.api.create(CLUSTERS, example(autoscaling={"mode": "Off"}), namespace)
     wait_ready(plane, namespace)
-    status = Commands(plane, namespace, kubeconfig_with(plane, namespace, "reader", [READ, LIST_PODS]))
+    kubeconfig = kubeconfig_with(plane, namespace, "reader", [READ, LIST_PODS])
+    status = Commands(plane, namespace, kubeconfig)
     title = f"{namespace}/{NAME}  Ready"
 
     def is_confirmed() -> bool:
@@ -127,7 +128,7 @@ def test_status_and_columns_show_that_no_operator_works(plane, operator, namespa
     plane.kubectl("scale", "--namespace", namespace, f"lmcluster/{NAME}", "--replicas=3")
     first, _, rest = status("status").stdout.partition("\n\n")
     about = "the conditions are 3 minutes old, and your last change is not applied."
-    command = f"-> kubectl lmcache doctor -n {namespace} {NAME}"
+    command = f"-> kubectl lmcache doctor --kubeconfig={kubeconfig} -n {namespace} {NAME}"
     assert " ".join(first.split()) == f"No operator works on {namespace}/{NAME}: {about} {command}"
     assert command in first.splitlines(), "a line that can be pasted"
     assert rest.startswith(f"{namespace}/{NAME}  Serving (2 of 3)  ")

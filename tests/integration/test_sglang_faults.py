@@ -94,6 +94,7 @@ def test_a_sidecar_that_is_late_or_of_another_release_or_frozen(sglang):
         "blocking",
         "errors",
         "keys",
+        "off_notice",
         "page_requests",
         "requests",
         "weights",
