@@ -17,7 +17,6 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 from lmcache_cli.commands import connection, printing
 from lmcache_cli.commands.gather import POD_SECONDS, Gathered, read_stats, sidecar_port
-from lmcache_cli.commands.redaction import Redactor
 from lmcache_cli.commands.status import status_of
 from lmcache_cli.commands.status_screen import screen
 from lmcache_operator import __version__
@@ -27,6 +26,7 @@ from lmcache_operator.manifests import file_errors
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import CHILDREN, CLUSTER, EVENT, POD, Kind
 from lmcache_operator.specs.merge import dig
+from lmcache_operator.specs.redaction import Redactor
 from lmcache_store.common.text import plain
 from lmcache_store.common.units import parse_seconds
 

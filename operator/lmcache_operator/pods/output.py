@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from lmcache_operator.specs.redaction import Redactor
 from lmcache_store.common.text import plain
 
 _MAX_LINES, _MAX_CHARACTERS = 5, 600
@@ -15,13 +16,11 @@ _NOISE = re.compile(
 )
 """Frames of a traceback, and what processes print at their end whatever the cause is."""
 _ERROR = re.compile("(error|exception): ", re.IGNORECASE)
-_SECRET = re.compile(r"(?<=://)[^/\s@]{1,256}(?=@)|\b(hf_|sk-)[\w-]{16,}")
-"""Passwords in URLs, and tokens, which must not be in a status."""
 
 
 def last_error(output: str) -> str:
     """The last error with the lines that follow it; without an error, the last lines."""
-    all_lines = _SECRET.sub("<removed>", output).splitlines()
+    all_lines = Redactor().text(output).splitlines()
     lines = [line for line in all_lines if not _NOISE.match(line)] or all_lines
     errors = [number for number, line in enumerate(lines) if _ERROR.search(line)]
     quoted = lines[errors[-1] :][:_MAX_LINES] if errors else lines[-_MAX_LINES:]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_cli.commands.redaction import REMOVED, Redactor
+from lmcache_operator.specs.redaction import REMOVED, Redactor
 
 SECRET = "hunter2-Zq8vXw"
 

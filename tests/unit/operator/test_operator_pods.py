@@ -99,7 +99,8 @@ NO_MEMORY_LEFT = """\
         (NO_MEMORY_LEFT, NO_MEMORY_LEFT.splitlines()[1]),
         (MISSPELT, re.sub(" +", " ", " | ".join(MISSPELT.splitlines()[4:6]))),
         ("", ""),
-        (f"Error: redis://:S3cr3t@h:1, hf_{'S' * 20}", "Error: redis://<removed>@h:1, <removed>"),
+        (f"Error: redis://:S3cr3t@h:1, hf_{'S' * 20}", "Error: redis://:<removed>@h:1, <removed>"),
+        ("Error: https://S3cr3t@h/m: password=S3cr3t", "Error: https://<removed>@h/m: password=<removed>"),
     ],
 )
 def test_error_is_quoted_instead_of_the_lines_after_it(output: str, quoted: str) -> None:

@@ -1,4 +1,4 @@
-"""Removes secrets from objects and texts before a user sends them to others. Pure."""
+"""Removes secrets from objects and texts that other people may read: reports, and a status. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEY = re.compile(
     r"\b(?:hf_|sk-|gh[pos]_|github_pat_|glpat-|nvapi-|A[KS]IA|eyJ)[\w.-]{16,}"
     r"|-BEGIN [A-Z ]*PRIVATE KEY-[\s\S]{0,9999}?-END"
 )
-_URL_PASSWORD = re.compile(r"(\w://[^/\s:@\"']*:)[^\s\"']{1,256}@")
+_URL_PASSWORD = re.compile(r"(\w://[^/\s:@\"']*:)[^\s\"']{1,256}@|(\w://)[^/\s:@\"']{1,256}@")
 
 
 class Redactor:
@@ -64,5 +64,5 @@ class Redactor:
         """Return a text without passwords of URLs, values that look like secrets, and known secrets."""
         for secret in sorted(self._secrets, key=len, reverse=True):
             text = text.replace(secret, REMOVED)
-        text = _KEY.sub(REMOVED, _URL_PASSWORD.sub(rf"\1{REMOVED}@", text))
+        text = _KEY.sub(REMOVED, _URL_PASSWORD.sub(rf"\1\2{REMOVED}@", text))
         return _ASSIGNED.sub(rf"\1{REMOVED}", text)
