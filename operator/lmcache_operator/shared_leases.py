@@ -27,7 +27,7 @@ from lmcache_operator.specs.names import FIELD_MANAGER
 ALL = LeaseName("default", f"{FIELD_MANAGER}-all-namespaces")
 """The Lease for all namespaces. No person can delete its namespace."""
 _ABANDONED_SECONDS = 60.0
-"""Time after which the Lease of a namespace is deleted if nobody renews it. A failover takes 20 s."""
+"""Time after which the Lease of a namespace is deleted if no operator renews it. A failover takes 20 s."""
 _PAUSE_SECONDS = 15.0
 """Time between two looks for the right to work in a namespace."""
 _ADVICE = "Two releases must not serve one namespace: uninstall one of them, or change its watchNamespaces"

@@ -124,7 +124,7 @@ def test_chart_refuses_crds_of_another_release_only_while_it_is_installed(plane,
             plane.api.patch(CRDS, name, {"metadata": {"annotations": dict.fromkeys(owner)}})
 
 
-# -- operators that overlap, because somebody bypassed the chart
+# -- operators that overlap, because a user bypassed the chart
 
 
 class Release:

@@ -240,7 +240,7 @@ def _stuck(observed: Observed, pod: Object) -> Iterator[Problem]:
 
 
 def first_crash(observed: Observed) -> str:
-    """A container that failed once and starts again, which is no problem yet; empty: there is none."""
+    """A container that failed once and starts again, which is no problem yet; empty if none did."""
     for pod in observed.pods:
         endings = {} if is_ready(pod) else _relevant_endings(observed, pod)
         for container in _containers(pod):

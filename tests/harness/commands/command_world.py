@@ -70,5 +70,5 @@ def gathered(
 
 
 def time_before_now(seconds: float) -> str:
-    """Return the time that was so many seconds before `NOW`, as the API server writes it."""
+    """Return the time ``seconds`` before `NOW`, as the API server writes it."""
     return datetime.fromtimestamp(NOW - seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -7,12 +7,24 @@ import asyncio
 import copy
 import itertools
 from collections.abc import Callable, Mapping
+from random import Random
 from typing import Any
 
 from lmcache_operator.election import LeaseName
 from lmcache_operator.errors import NoAnswerError
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import LEASE, Kind
+
+
+def troubles(random: Random) -> dict[str, Callable[[], float]]:
+    """States of a network, as values of ``Connection.trouble``."""
+    return {
+        "ok": lambda: 0.0,
+        "slow": lambda: random.uniform(0, 12),
+        "lossy": lambda: random.choice([-1.0, 0.0, 0.5, 4.0]),
+        "freeze": lambda: random.choice([0.0, 40.0]),
+        "kill": lambda: 60.0,
+    }
 
 
 class LeaseServer:

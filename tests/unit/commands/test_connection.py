@@ -268,11 +268,11 @@ def test_requests_of_a_command_that_fails_end_before_the_connection(kubeconfig, 
     async def command(connected: ApiConnection) -> int:
         read = connected.api.read("/version", seconds=60, max_bytes=1 << 20)
         abandoned.append(asyncio.create_task(read).get_name())
-        raise NotFoundError("there is none")
+        raise NotFoundError("not found")
 
     with serving(Handler) as server:
         lead_to(kubeconfig, f"http://127.0.0.1:{server.server_port}")
         assert run(argparse.Namespace(kubeconfig="", context="c", namespace="n"), command) == 2
     gc.collect()
-    assert capsys.readouterr().err.endswith("there is none\n")
+    assert capsys.readouterr().err.endswith("not found\n")
     assert (len(abandoned), caplog.records) == (1, [])

@@ -16,7 +16,7 @@ from lmcache_operator.election import LEASE_SECONDS, Elector, LeaseName, new_ide
 from lmcache_operator.errors import LeaseLostError, UnavailableError
 from lmcache_operator.kube.client import KubeApi
 from tests.harness.jumping_loop import now, run
-from tests.harness.operator.leases import Connection, LeaseServer
+from tests.harness.operator.leases import Connection, LeaseServer, troubles
 from tests.harness.scope import examples
 
 NAME = LeaseName("system", "operator")
@@ -131,13 +131,6 @@ def test_at_most_one_operator_leads_and_finally_one_leads(steps, random, try_sec
 
 
 def _apply_step(step: str, server: LeaseServer, process: Process, random: Random) -> None:
-    troubles: dict[str, Callable[[], float]] = {
-        "ok": lambda: 0.0,
-        "slow": lambda: random.uniform(0, 12),
-        "lossy": lambda: random.choice([-1.0, 0.0, 0.5, 4.0]),
-        "freeze": lambda: random.choice([0.0, 40.0]),
-        "kill": lambda: 60.0,
-    }
     edits: dict[str, Callable[[], object]] = {
         "stop": process.ended.set,
         "delete": lambda: server.put(None),
@@ -147,8 +140,8 @@ def _apply_step(step: str, server: LeaseServer, process: Process, random: Random
         "empty": lambda: server.lease and server.put(server.lease | {"spec": {}}),
         "brief": lambda: server.edit(holderIdentity="another program", leaseDurationSeconds=1),
     }
-    if step in troubles:
-        process.connection.trouble = troubles[step]
+    if trouble := troubles(random).get(step):
+        process.connection.trouble = trouble
     else:
         edits[step]()
 

@@ -265,7 +265,7 @@ WRITES: list[tuple[str, tuple[Any, ...]]] = [
 
 
 class Fence(WriteFence):
-    """A fence with so many seconds left for each URL that was asked for."""
+    """A fence with the same seconds left for each URL."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.renewed = seconds, ""
@@ -325,7 +325,7 @@ def test_fence_is_checked_again_when_the_request_is_written(server, monkeypatch)
 
 
 def test_refusal_after_the_caller_was_cancelled_is_no_error_of_asyncio(server, caplog):
-    """Python would log that nobody retrieved the exception of the write."""
+    """Python would log that no task retrieved the exception of the write."""
     is_asked, may_answer = asyncio.Event(), asyncio.Event()
 
     class Refusing(WriteFence):

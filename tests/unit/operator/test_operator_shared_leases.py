@@ -21,7 +21,7 @@ from lmcache_operator.shared_leases import ALL, SharedLeases, _lease_in
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import ClusterKey
 from tests.harness.jumping_loop import now, run
-from tests.harness.operator.leases import Connection, LeaseServer
+from tests.harness.operator.leases import Connection, LeaseServer, troubles
 from tests.harness.scope import examples
 
 NAMESPACES = ("a", "b")
@@ -159,15 +159,8 @@ def test_at_most_one_operator_works_in_a_namespace(steps, choices, random, try_s
 
 
 def take_step(step: str, servers: Servers, process: Process, random: Random) -> None:
-    troubles: dict[str, Callable[[], float]] = {
-        "ok": lambda: 0.0,
-        "slow": lambda: random.uniform(0, 12),
-        "lossy": lambda: random.choice([-1.0, 0.0, 0.5, 4.0]),
-        "freeze": lambda: random.choice([0.0, 40.0]),
-        "kill": lambda: 60.0,
-    }
-    if step in troubles:
-        process.connection.trouble = troubles[step]
+    if trouble := troubles(random).get(step):
+        process.connection.trouble = trouble
     elif step in ("stop", "upgrade"):
         if step == "upgrade":
             process.namespaces = random.choice([(), ("a",), ("a", "b")])
