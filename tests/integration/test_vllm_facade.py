@@ -5,6 +5,7 @@ import importlib
 import inspect
 import io
 import logging
+import re
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ vllm = pytest.importorskip("vllm")
 
 import torch  # noqa: E402
 from vllm import _custom_ops as ops  # noqa: E402
-from vllm.config import CacheConfig, KVTransferConfig  # noqa: E402
+from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig  # noqa: E402
 from vllm.distributed.kv_transfer import kv_transfer_state  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
@@ -329,3 +330,36 @@ def test_engine_that_returns_experts_is_refused():
     else:
         with pytest.raises(ValueError, match="incompatible with KV connectors"):
             EngineArgs(**settings, enable_return_routed_experts=True).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "sizes"),  # nodes of a data-parallel rank
+    [
+        (2, {"tensor_parallel_size": 2, "nnodes": 2}),
+        (
+            2,
+            {
+                "pipeline_parallel_size": 2,
+                "nnodes": 4,
+                "data_parallel_size": 2,
+                "data_parallel_size_local": 1,
+            },
+        ),
+        (1, {"tensor_parallel_size": 2, "nnodes": 2, "data_parallel_size": 4, "data_parallel_size_local": 2}),
+        (1, {"tensor_parallel_size": 2, "data_parallel_size": 2}),
+    ],
+)
+@pytest.mark.parametrize("is_follower", [False, True])
+def test_rank_that_spans_nodes_is_refused_on_each_node(num_nodes, sizes, is_follower, caplog):
+    config = make_config()
+    config.kv_transfer_config = KVTransferConfig(**connector_config("unused"))
+    node = sizes.get("nnodes", 1) - 1 if is_follower else 0
+    config.parallel_config = ParallelConfig(**sizes, node_rank=node, distributed_executor_backend="mp")
+    if num_nodes == 1:
+        check_supported(config, SimpleNamespace())
+        return
+    worker = LMCacheClusterConnector(config, KVConnectorRole.WORKER, SimpleNamespace(num_blocks=100))
+    worker.register_kv_caches({})
+    assert worker._worker.identity is None, "the scheduler side stays off without it"
+    (message,) = (line.getMessage() for line in caplog.records if line.name.startswith("lmcache_client"))
+    assert re.search(r"spans 2 nodes.* GPUs of a node.* --data-parallel-size", message)

@@ -43,6 +43,17 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             raise UnsupportedError(f"{name} > 1 is not supported yet")
+    if (num_nodes := parallel.nnodes_within_dp) > 1:
+        raise UnsupportedError(
+            f"a data-parallel rank spans {num_nodes} nodes, but the cache needs all of its GPUs in one pod;"
+            " lower tensor x pipeline parallel size to the GPUs of a node, and use the other nodes with"
+            " --data-parallel-size"
+        )
+    if parallel.enable_elastic_ep:
+        raise UnsupportedError(
+            "elastic expert parallelism changes ranks while the engine runs;"
+            " start vLLM without --enable-elastic-ep to cache"
+        )
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         raise UnsupportedError(
             "sleep mode frees KV without notice to the connector, even during a copy; "

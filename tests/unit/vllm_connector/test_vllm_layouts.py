@@ -24,8 +24,9 @@ def test_content_id_changes_only_with_the_bytes():
     assert name(isa="amx", version="0.32.9") == name(isa="amx") != name(isa="amx", version="0.33.0")
 
 
-def engine(policy="recompute", dcp=1, sleep=False, zeroing=False, runner=1, experts=False):
+def engine(policy="recompute", dcp=1, sleep=False, zeroing=False, runner=1, experts=False, elastic=False):
     parallel = SimpleNamespace(decode_context_parallel_size=dcp, prefill_context_parallel_size=1)
+    parallel.nnodes_within_dp, parallel.enable_elastic_ep = 1, elastic
     transfer = SimpleNamespace(kv_load_failure_policy=policy)
     model = SimpleNamespace(enable_sleep_mode=sleep)
     config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer, model_config=model)
@@ -41,6 +42,7 @@ def engine(policy="recompute", dcp=1, sleep=False, zeroing=False, runner=1, expe
         (engine(dcp=2), "decode_context_parallel_size"),
         (engine(sleep=True), "--enable-sleep-mode"),
         (engine(experts=True), "--enable-return-routed-experts"),
+        (engine(elastic=True), "without --enable-elastic-ep"),
         (engine(zeroing=True, runner=2), "VLLM_USE_V2_MODEL_RUNNER=0"),
     ],
 )
