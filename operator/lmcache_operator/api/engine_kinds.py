@@ -71,6 +71,11 @@ SGLANG = EngineApi(
             lambda spec: spec.engine.prefill is None,
         ),
         (
+            "!self.engine.parallelism.expert",
+            "engine.parallelism.expert needs engine.kind vLLM: set --ep-size in engine.args instead",
+            lambda spec: not spec.engine.parallelism.expert,
+        ),
+        (
             "!has(self.tenants) || !self.tenants.header",
             "tenants.header needs engine.kind vLLM: leave it out, and let the gateway set cache_salt instead",
             lambda spec: spec.tenants is None or not spec.tenants.header,

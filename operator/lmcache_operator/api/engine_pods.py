@@ -47,15 +47,27 @@ class GpuSpec(Part):
 
 
 class Parallelism(Part):
-    """Split of the model over the GPUs of one pod."""
+    """Split of the model and its requests over the GPUs of one pod."""
 
     tensor: int = field("Tensor parallel size.", default=1, minimum=1, maximum=64)
     pipeline: int = field("Pipeline parallel size.", default=1, minimum=1, maximum=64)
+    data: int = field(
+        "Data parallel size. Each data parallel rank has tensor x pipeline GPUs and computes requests of its "
+        "own. All ranks share the pod's cache.",
+        default=1,
+        minimum=1,
+        maximum=64,
+    )
+    expert: bool = field(
+        "Give each GPU whole experts, instead of a part of each expert. Only for mixture-of-experts models "
+        "and engine.kind vLLM.",
+        default=False,
+    )
 
     @property
     def num_ranks(self) -> int:
         """Number of workers of one engine."""
-        return self.tensor * self.pipeline
+        return self.tensor * self.pipeline * self.data
 
 
 class Prefill(Part):

@@ -52,8 +52,9 @@ class EngineSpec(Part):
 
     RULES = (
         Rule(
-            "self.gpu.count == 0 || self.parallelism.tensor * self.parallelism.pipeline == self.gpu.count",
-            "parallelism.tensor x parallelism.pipeline must equal gpu.count: an engine runs in one pod",
+            "self.gpu.count == 0 || self.parallelism.tensor * self.parallelism.pipeline * "
+            "self.parallelism.data == self.gpu.count",
+            "parallelism.tensor x pipeline x data must equal gpu.count: an engine runs in one pod",
             lambda engine: engine.gpu.count in (0, engine.parallelism.num_ranks),
         ),
         Rule(
@@ -77,7 +78,9 @@ class EngineSpec(Part):
     )
     replicas: int = field("Number of engine pods. Autoscalers change it.", default=1, minimum=0, maximum=1000)
     gpu: GpuSpec = field("GPUs of one pod.", default={})
-    parallelism: Parallelism = field("Split of the model over the GPUs of a pod.", default={})
+    parallelism: Parallelism = field(
+        "Split of the model and its requests over the GPUs of a pod.", default={}
+    )
     args: list[str] = field(
         "Additional arguments of the engine's server, such as `vllm serve`. Arguments that the cache depends "
         "on are refused.",
@@ -93,7 +96,7 @@ class EngineSpec(Part):
     )
     resources: dict[str, Any] = field(
         "CPU and memory of the engine's container. Set GPUs in engine.gpu. Default: requests of 1 CPU and 4 "
-        "GiB for each worker (tensor x pipeline). A limit that you set replaces the default request.",
+        "GiB for each worker (tensor x pipeline x data). A limit that you set replaces the default request.",
         default={},
         shape="Container.resources",
     )

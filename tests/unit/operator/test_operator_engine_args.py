@@ -53,8 +53,12 @@ def test_engine_leaves_gpu_memory_for_the_reader_of_the_sidecar() -> None:
         (["--nn=2"], "an engine is one pod"),
         (["-n", "2"], "an engine is one pod"),
         (["--prefill-context-parallel-size=2"], "an engine is one pod"),
-        (["--data_parallel_rank=1"], "an engine is one pod"),
-        (["-dpl=2"], "an engine is one pod"),
+        (["--data-parallel-size.x=2"], "--data-parallel-size can't be set: it is set by spec.engine.parall"),
+        (["--data_parallel_rank=1"], "--data-parallel-rank can't be set: one pod has all ranks, and its"),
+        (["-dpl=2"], "-dpl can't be set: one pod has all ranks"),
+        (["--data-parallel-ext"], "its server chooses among them: set only spec.engine.parallelism.data"),
+        (["--data-parallel-backend=ray"], "Ray may start ranks in other pods: set only spec.engine"),
+        (["--enable-elastic"], "--enable-elastic-ep can't be set: it changes the number of ranks while"),
         (["--uds=/tmp/engine.sock"], "expect the engine's HTTP server on a port"),
         (["--grpc"], "expect the engine's HTTP server on a port"),
         (["--kv-offloading-size=8"], "would replace LMCache"),
@@ -100,6 +104,16 @@ def test_engine_args_refuses_arguments_that_break_the_cache(args: list[str], sen
 )  # fmt: skip
 def test_engine_args_passes_other_arguments_on(args: list[str]) -> None:
     assert VLLM().args(parse(cluster(engine={"args": args})), 60)[-len(args) :] == args
+
+
+def test_data_and_expert_parallelism_of_one_pod() -> None:
+    """The golden files show that neither changes a pod that does not set them."""
+    parallelism = {"tensor": 2, "data": 4, "expert": True}
+    (engine,) = pod_of(engine={"gpu": {"count": 8}, "parallelism": parallelism})["containers"]
+    assert {"--data-parallel-size=4", "--enable-expert-parallel"} <= set(engine["args"])
+    resources = engine["resources"]
+    assert resources["requests"] == {"cpu": "8", "memory": "32Gi"}
+    assert resources["limits"] == {"nvidia.com/gpu": "8"}
 
 
 def test_probes_use_https_when_the_engine_has_a_certificate() -> None:

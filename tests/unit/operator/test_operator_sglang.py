@@ -36,9 +36,9 @@ def args_of(*args: str) -> list[str]:
 
 def test_parallel_sizes_and_revision_are_arguments():
     """The golden file has all other arguments."""
-    parallel = {"gpu": {"count": 4}, "parallelism": {"tensor": 2, "pipeline": 2}}
+    parallel = {"gpu": {"count": 8}, "parallelism": {"tensor": 2, "pipeline": 2, "data": 2}}
     args = engine_of(engine=parallel, model={"revision": "main"})["args"]
-    assert {"--tp-size=2", "--pp-size=2", "--revision=main"} <= set(args)
+    assert {"--tp-size=2", "--pp-size=2", "--dp-size=2", "--revision=main"} <= set(args)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,7 @@ def test_arguments_of_the_user_replace_defaults(args: list[str], left_out: str) 
         (["--page-size=8"], "a page must have at least 16 tokens: the engine would run without its cache"),
         (["--page", "1"], "a page must have at least 16 tokens"),
         (["--attn-dp-size=2"], "an engine is one pod"),
+        (["--data-p=2"], "it is set by spec.engine.parallelism.data"),
         (["--enable-dp-attention"], "an engine is one pod"),
         (["--node-rank", "1"], "an engine is one pod"),
         (["--nccl-init-addr=h:1"], "an engine is one pod"),

@@ -40,10 +40,7 @@ _NO_PREFIXES = "without the radix cache, the engine has no prefixes to store"
 _ON_SEVERAL_NODES = (
     "--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr", "--use-ray",
 )  # fmt: skip
-_REPLICATED = (
-    "--dp-size", "--data-parallel-size", "--attn-dp-size", "--attention-data-parallel-size",
-    "--enable-dp-attention",
-)  # fmt: skip
+_ATTENTION = ("--attn-dp-size", "--attention-data-parallel-size", "--enable-dp-attention")
 _WITHOUT_CACHE = {
     _BACKEND: "it loads LMCache, and HiCache has only one storage backend",
     _BACKEND_CONFIG: "it loads LMCache, and names the socket of the sidecar",
@@ -78,11 +75,13 @@ _RESERVED = {
     **dict.fromkeys(
         ("--pp-size", "--pipeline-parallel-size"), "it is set by spec.engine.parallelism.pipeline"
     ),
-    **dict.fromkeys((*_ON_SEVERAL_NODES, *_REPLICATED), base.ONE_POD),
+    **dict.fromkeys(("--dp-size", "--data-parallel-size"), "it is set by spec.engine.parallelism.data"),
+    **dict.fromkeys((*_ON_SEVERAL_NODES, *_ATTENTION), base.ONE_POD),
 }
 
 _RESERVED_BY_INJECTION = _WITHOUT_CACHE | dict.fromkeys(
-    ("--nnodes", "--node-rank", "--use-ray", *_REPLICATED), base.ONE_INJECTED_POD
+    ("--nnodes", "--node-rank", "--use-ray", "--dp-size", "--data-parallel-size", *_ATTENTION),
+    base.ONE_INJECTED_POD,
 )
 
 
@@ -145,6 +144,8 @@ class SGLang(base.EngineKind):
             "--served-model-name": model.name,
             "--tp-size": parallelism.tensor,
         }
+        if parallelism.data > 1:
+            options["--dp-size"] = parallelism.data
         if model.revision is not None:
             options["--revision"] = model.revision
         rendered = [*self.cache_args(cluster), "--enable-cache-report", "--enable-metrics"]

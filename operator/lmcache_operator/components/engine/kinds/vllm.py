@@ -39,6 +39,16 @@ _NO_PREFIXES = "--no-enable-prefix-caching"
 _WITHOUT_PREFIXES = "every prefix is loaded again, and models with recurrent states are not cached."
 _METRIC = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'([a-z_]{1,64})="((?:[^"\\]|\\.){0,256})"')
+_OTHER_RANKS = (
+    "--data-parallel-address", "-dpa", "--data-parallel-external-lb", "-dpe", "--data-parallel-hybrid-lb",
+    "-dph", "--data-parallel-multi-port-external-lb", "-dpm", "--data-parallel-rank", "-dpn", "-dpr", "-dpp",
+    "--data-parallel-start-rank", "--data-parallel-size-local", "-dpl", "--data-parallel-rpc-port",
+    "--data-parallel-supervisor-port",
+)  # fmt: skip
+"""Options that put ranks into other pods, or let another server choose the rank of a request."""
+_RAY_RANKS = ("--data-parallel-backend", "-dpb")
+_ELASTIC = ("--enable-elastic-ep", "--elastic-ep-max-dp-size")
+_SET_DATA = "set only spec.engine.parallelism.data"
 _RESERVED = {
     "--host": base.ALL_ADDRESSES,
     "--port": f"the Services expect the engine on port {ENGINE_PORT}",
@@ -60,7 +70,11 @@ _RESERVED = {
     "--revision": "it is set by spec.model.revision",
     "--tensor-parallel-size": "it is set by spec.engine.parallelism.tensor",
     "--pipeline-parallel-size": "it is set by spec.engine.parallelism.pipeline",
-    **dict.fromkeys(("--prefill-context-parallel-size", "-pcp", "--data-parallel-size"), base.ONE_POD),
+    **dict.fromkeys(("--data-parallel-size", "-dp"), "it is set by spec.engine.parallelism.data"),
+    **dict.fromkeys(_OTHER_RANKS, f"one pod has all ranks, and its server chooses among them: {_SET_DATA}"),
+    **dict.fromkeys(_RAY_RANKS, f"Ray may start ranks in other pods: {_SET_DATA}"),
+    **dict.fromkeys(_ELASTIC, "it changes the number of ranks while the engine runs"),
+    **dict.fromkeys(("--prefill-context-parallel-size", "-pcp"), base.ONE_POD),
     **dict.fromkeys(("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port"), base.ONE_POD),
     "--": "what follows it would be taken for a second model",
 }
@@ -106,8 +120,6 @@ class VLLM(base.EngineKind):
     def flag_of(self, arg: str) -> str:
         """The option that an argument sets, without value and sub-options."""
         name = re.split("[=.]", arg, maxsplit=1)[0]
-        if name.startswith(("--data-parallel", "--data_parallel", "-dp")):
-            return "--data-parallel-size"
         if re.fullmatch("-[nr][0-9]+", name):
             return name[:2]  # -n2 is -n 2
         return super().flag_of(name)
@@ -129,6 +141,8 @@ class VLLM(base.EngineKind):
             "--port": ENGINE_PORT,
             "--tensor-parallel-size": parallelism.tensor,
         }
+        if parallelism.data > 1:
+            options["--data-parallel-size"] = parallelism.data
         if cluster.platform.host == "::":
             options["--host"] = "::"  # the default is all IPv4 addresses
         if model.revision is not None:
@@ -140,6 +154,7 @@ class VLLM(base.EngineKind):
         if has_reader and _GPU_SHARE not in flags and _KV_BYTES not in flags:
             options[_GPU_SHARE] = _SHARE_WITH_READER
         rendered = [*self.cache_args(cluster), *(f"{name}={value}" for name, value in options.items())]
+        rendered += ["--enable-expert-parallel"] * parallelism.expert
         _check_events(cluster, flags)
         if cluster.events_reader:
             rendered.append(f"{_EVENTS}={_EVENTS_CONFIG}")
