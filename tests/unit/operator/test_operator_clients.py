@@ -1,5 +1,6 @@
 """`spec.clients`: who reaches which port of engines and routers, by all rendered NetworkPolicies together."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from tests.harness.operator.render import render
 
 SYSTEM = "lmcache-system"
 ENGINE, SIDECAR, EVENTS, PEERS, ROUTER_METRICS, OTHER = 8000, 9464, 5557, 9465, 29000, 12345
-PORTS = (ENGINE, SIDECAR, EVENTS, PEERS, ROUTER_METRICS, OTHER)
+RANK_EVENTS, AFTER_EVENTS = range(EVENTS, EVENTS + 8), EVENTS + 8
+PORTS = (ENGINE, SIDECAR, *RANK_EVENTS, AFTER_EVENTS, PEERS, ROUTER_METRICS, OTHER)
 GATEWAY = {"podSelector": {"matchLabels": {"app": "gateway"}}}
 REMOTE_GATEWAY = {"namespaceSelector": {"matchLabels": {"team": "web"}}, **GATEWAY}
 
@@ -114,6 +116,18 @@ def test_clients_reach_the_router_and_the_router_reaches_all_engines() -> None:
         assert engine[EVENTS] == {"router"}, target
         assert {"engine", "prefill"} <= engine[PEERS], target
     assert reaching("router", changes)[ENGINE] == {"gateway"}
+
+
+@pytest.mark.parametrize("clients", [None, [GATEWAY]])
+def test_only_the_router_reaches_the_events_of_a_data_parallel_rank(clients: Any) -> None:
+    """With a router that reads no events, these ports are as any other."""
+    changes = with_prefill() | {"clients": clients}
+    changes["engine"] |= {"gpu": {"count": 8}, "parallelism": {"data": 8}}
+    for target, policy in itertools.product(("engine", "prefill"), ("KVAware", "PowerOfTwo")):
+        reached = reaching(target, changes | {"router": {"policy": policy}})
+        expected = {"router"} if policy == "KVAware" else reached[OTHER]
+        assert [reached[port] for port in RANK_EVENTS] == [expected] * 8, (target, policy)
+        assert "gateway" in reached[OTHER] == reached[AFTER_EVENTS], (target, policy)
 
 
 def test_udp_is_limited_like_tcp() -> None:

@@ -268,7 +268,9 @@ def _network_policy(cluster: Cluster, context: Context) -> Object:
         engines = stateful.from_pods({names.COMPONENT_LABEL: names.ENGINE} | feature.labels(cluster))
         senders |= {port: [engines] for port in feature.ports(cluster).values()}
     if reader := cluster.events_reader:
-        senders[names.EVENTS_PORT] = [stateful.from_pods(names.selector(reader, names.ROUTER))]
+        # Each data parallel rank publishes on the port after that of the rank before.
+        ports = range(names.EVENTS_PORT, names.EVENTS_PORT + cluster.engine.parallelism.data)
+        senders |= {port: [stateful.from_pods(names.selector(reader, names.ROUTER))] for port in ports}
     ranges = _open_ranges(sorted(senders))
     other_ports = [
         *({"endPort": last, "port": first, "protocol": "TCP"} for first, last in ranges),
