@@ -23,16 +23,18 @@ def test_every_name_of_a_reserved_option_is_refused(parser):
     known = {name for action in parser._actions for name in action.option_strings}
     assert set(VLLM.reserved) - {"--"} <= known
     for action in parser._actions:
-        if not set(action.option_strings) & set(VLLM.reserved):
+        has_ranks = action.dest.startswith("data_parallel") or "elastic_ep" in action.dest
+        if not has_ranks and not set(action.option_strings) & set(VLLM.reserved):
             continue
         for name in action.option_strings:
             is_negation = name.startswith("--no-") or name == "--enable-prefix-caching"
             assert VLLM().flag_of(name) in VLLM.reserved or name in _REFUSED_BY_CRD or is_negation
+            in_one_pod = name in ("--data-parallel-size", "-dp") or is_negation
+            assert not has_ranks or (name in VLLM.reserved_by_injection) != in_one_pod
 
 
 def test_other_options_are_not_refused(parser):
     """An unreserved option whose name is the beginning of a reserved one would be refused by mistake."""
     for action in parser._actions:
         for name in action.option_strings:
-            is_one_pod = action.dest.startswith("data_parallel")
-            assert is_one_pod or VLLM().flag_of(name) == name
+            assert VLLM().flag_of(name) == name

@@ -65,8 +65,11 @@ _OPTIONS = {
     "the keys of cached chunks are made": "--no-enable-prefix-caching",
     "it would replace LMCache": "--kv-offloading-size=5",
     "for more engines run more pods": (
-        "--data-parallel-size=2 -dp --nnodes -n2 --node_rank=1 -r1 --headless --data-parallel-rank=1 -dpn"
+        "--data-parallel-size-local=2 -dpl --nnodes -n2 --node_rank=1 -r1 --headless -dpn"
+        " --data_parallel_rank=1 --data-parallel --data-parallel-hybrid-lb --data-parallel-backend=ray"
+        " --data-parallel-addr=h"
     ),
+    "--enable-elastic-ep can't be set: it changes the number of ranks": "--enable-elastic-ep --enable-el",
     "a file may hold options that can't be set": "--config=/x.yaml",
     "can't be ray or external_launcher": "--distributed-executor-backend=ray --dist=external_launcher",
     "what follows it would be taken for a second model": "--",
@@ -80,7 +83,7 @@ _SGLANG_OPTIONS = {
     "without the radix cache, the engine has no prefixes to store": "--disable-radix-cache",
     "--disable-radix-cache can't be set": "--disable-radix",
     "it would replace HiCache": "--enable-lmcache",
-    "for more engines run more pods": "--dp=2 --data-parallel-size=2 --nnodes",
+    "for more engines run more pods": "--attn-dp-size=2 --enable-dp-attention --nnodes",
     "the engine would run without its cache": "--dcp-size=2",
     "to split prefill and decode over pods, set spec.engine.prefill": "--disaggregation-mode=prefill",
     "a file may hold options that can't be set": "--config=/x.yaml",
@@ -138,6 +141,7 @@ _NAMES = st.sampled_from(["a", "b", "config", "lmcache-x"])
 _WORDS = st.sampled_from([
     "Qwen/Qwen3-8B", "vllm", "serve", "python3", "/usr/bin/vllm", "--max-model-len=9", "--port", "shell",
     "--kv-t", "--kv_transfer_config=x", "--data-parallel-size.x", "--data-parallel", "--model-impl",
+    "-dp=2", "-dpx", "-dpa", "--data_parallel_size=2", "--data-parallel-size-l",
     "--", "-", "", "-n", "-nope", "-n2", "--dist", "ray", "tini", "sh", "x.sh", "/bin/bash", "$(A)",
     "sglang", "/opt/bin/sglang", "sglang.launch_server", "--page", "--hicache-ratio=2", "--disable-radix",
     "--hicache-storage-backend", "--served-model-name",

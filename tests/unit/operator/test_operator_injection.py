@@ -114,6 +114,19 @@ def added_args(manifest: dict[str, Any], **changes: Any) -> list[str]:
     return sorted(arg for arg in after[num_before:] if arg != extra)
 
 
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        pod(args=["m", "--data_parallel_size=2"]),
+        pod(args=["m", "-dp", "2"]),
+        sglang_pod("--dp=2"),
+        sglang_pod("--data-parallel-size=2"),
+    ],
+)
+def test_data_parallel_ranks_of_one_pod_share_its_cache(manifest: dict[str, Any]) -> None:
+    assert init_containers(injected(manifest)[0]["spec"]) == ["lmcache-sidecar", "lmcache-payload"]
+
+
 @pytest.mark.parametrize("kind", ["vLLM", "SGLang"])
 @pytest.mark.parametrize(
     "manifest",

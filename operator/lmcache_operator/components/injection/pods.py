@@ -165,8 +165,8 @@ def _check_engine(engine: Object, added: Object, path: str) -> None:
 def _flag(word: str) -> str:
     """The option that an argument sets, possibly abbreviated."""
     name = re.split("[=.]", word, maxsplit=1)[0].replace("_", "-")
-    if name.startswith(("--data-parallel", "-dp")):
-        return "--data-parallel-size"
+    if name == "--data-parallel-size":
+        return "-dp"  # or it would count as an abbreviation of --data-parallel-size-local
     return name[:2] if re.search("^-[nr][0-9]+$", name) else name  # -n2 is -n 2
 
 

@@ -80,8 +80,7 @@ _RESERVED = {
 }
 
 _RESERVED_BY_INJECTION = _WITHOUT_CACHE | dict.fromkeys(
-    ("--nnodes", "--node-rank", "--use-ray", "--dp-size", "--data-parallel-size", *_ATTENTION),
-    base.ONE_INJECTED_POD,
+    ("--nnodes", "--node-rank", "--use-ray", *_ATTENTION), base.ONE_INJECTED_POD
 )
 
 

@@ -84,11 +84,10 @@ _RESERVED_BY_INJECTION = {
         option: _RESERVED[option]
         for option in ("--", "--config", "--decode-context-parallel-size", "-dcp", "--ec-transfer-config",
                        "--enable-return-routed-experts", "--enable-sleep-mode", "--kv-offloading-size",
-                       "--no-enable-prefix-caching", _CONFIG, _HASH_ALGORITHM)
+                       "--no-enable-prefix-caching", _CONFIG, _HASH_ALGORITHM, *_ELASTIC)
     },
-    **dict.fromkeys(("--data-parallel-size", "--prefill-context-parallel-size", "-pcp"),
-                    base.ONE_INJECTED_POD),
-    **dict.fromkeys(("--headless", "--nnodes", "-n", "--node-rank", "-r"), base.ONE_INJECTED_POD),
+    **dict.fromkeys((*_OTHER_RANKS, *_RAY_RANKS, "--prefill-context-parallel-size", "-pcp", "--headless",
+                     "--nnodes", "-n", "--node-rank", "-r"), base.ONE_INJECTED_POD),
 }  # fmt: skip
 # Block hashes must be equal in every process, or no pod could load KV that another pod stored.
 _VARIABLES = {"PYTHONHASHSEED": "0"}
