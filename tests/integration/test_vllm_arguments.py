@@ -7,8 +7,6 @@ import pytest
 from lmcache_operator.components.engine.kinds.vllm import VLLM
 
 pytestmark = pytest.mark.vllm
-_REFUSED_BY_CRD = {"-tp", "-pp"}
-"""Options that the CRD itself refuses."""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +26,7 @@ def test_every_name_of_a_reserved_option_is_refused(parser):
             continue
         for name in action.option_strings:
             is_negation = name.startswith("--no-") or name == "--enable-prefix-caching"
-            assert VLLM().flag_of(name) in VLLM.reserved or name in _REFUSED_BY_CRD or is_negation
+            assert VLLM().flag_of(name) in VLLM.reserved or is_negation
             in_one_pod = name in ("--data-parallel-size", "-dp") or is_negation
             assert not has_ranks or (name in VLLM.reserved_by_injection) != in_one_pod
 

@@ -48,6 +48,8 @@ def test_engine_leaves_gpu_memory_for_the_reader_of_the_sidecar() -> None:
         # The engine accepts abbreviations of options.
         (["--por=1"], "--port can't be set"),
         (["--tensor-parallel=2"], "--tensor-parallel-size can't be set"),
+        (["-t", "2"], "-tp can't be set: it is set by spec.engine.parallelism.tensor"),
+        (["-pc", "2"], "-pcp can't be set: an engine is one pod"),
         (["--kv-transfer-conf={}"], "--kv-transfer-config can't be set"),
         (["--kv-transfer-conf.kv_connector=X"], "--kv-transfer-config can't be set"),
         (["--nn=2"], "an engine is one pod"),
@@ -99,7 +101,7 @@ def test_engine_args_refuses_arguments_that_break_the_cache(args: list[str], sen
         ["--block-size=32"], ["--block-size", "128"], ["--lora-modules", "a=b", "c=d"], ["--seed", "-1"],
         ["--served-model-name", "llm", "llama"], ["--enforce-eager"], ["--grpc-port=1"],
         ["--distributed-executor-backend=mp"], ["--config-format=hf"], ["--no-enable-sleep-mode"],
-        ["-q", "fp8"], ["-nx"],
+        ["-q", "fp8"], ["-nx"], ["-dc={}"],
     ],
 )  # fmt: skip
 def test_engine_args_passes_other_arguments_on(args: list[str]) -> None:

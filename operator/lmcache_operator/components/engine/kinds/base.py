@@ -141,7 +141,7 @@ class EngineKind(ABC):
         that option.
         """
         name = arg.partition("=")[0]
-        if not name.startswith("--") or name == "--":
+        if not name.startswith("-") or name in ("-", "--"):
             return name
         name = name.replace("_", "-")
         return name if name in self.read else next((o for o in self.read if o.startswith(name)), name)

@@ -68,8 +68,8 @@ _RESERVED = {
     "--kv-offloading-size": "it would replace LMCache as the engine's KV connector",
     "--model": "it is set by spec.model.name",
     "--revision": "it is set by spec.model.revision",
-    "--tensor-parallel-size": "it is set by spec.engine.parallelism.tensor",
-    "--pipeline-parallel-size": "it is set by spec.engine.parallelism.pipeline",
+    **dict.fromkeys(("--tensor-parallel-size", "-tp"), "it is set by spec.engine.parallelism.tensor"),
+    **dict.fromkeys(("--pipeline-parallel-size", "-pp"), "it is set by spec.engine.parallelism.pipeline"),
     **dict.fromkeys(("--data-parallel-size", "-dp"), "it is set by spec.engine.parallelism.data"),
     **dict.fromkeys(_OTHER_RANKS, f"one pod has all ranks, and its server chooses among them: {_SET_DATA}"),
     **dict.fromkeys(_RAY_RANKS, f"Ray may start ranks in other pods: {_SET_DATA}"),
@@ -103,6 +103,7 @@ class VLLM(base.EngineKind):
     reserved_by_injection = _RESERVED_BY_INJECTION
     reserved_annotation = "lmcache.io/reserved-args"
     read = (
+        "-dc",  # vLLM's --diffusion-config, and no abbreviation of -dcp
         *_RESERVED, _EXECUTOR, _BLOCK, _EVENTS, _GPU_SHARE, _KV_BYTES, _SHUTDOWN, "--served-model-name",
         base.EngineKind.certificate,
     )  # fmt: skip
