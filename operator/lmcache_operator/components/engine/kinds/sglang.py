@@ -40,7 +40,7 @@ _NO_PREFIXES = "without the radix cache, the engine has no prefixes to store"
 _ON_SEVERAL_NODES = (
     "--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr", "--use-ray",
 )  # fmt: skip
-_ATTENTION = ("--attn-dp-size", "--attention-data-parallel-size", "--enable-dp-attention")
+_ATTENTION = ("--attn-dp-size", "--attention-data-parallel-size", "--enable-dp-attention", "--dwdp-size")
 _WITHOUT_CACHE = {
     _BACKEND: "it loads LMCache, and HiCache has only one storage backend",
     _BACKEND_CONFIG: "it loads LMCache, and names the socket of the sidecar",
