@@ -19,8 +19,9 @@ from tests.harness.sglang.world import load, new_prompt, store, wait_attached
 
 pytestmark = [pytest.mark.sglang, pytest.mark.redis]
 KIND = SGLang()
-CLUSTER = parse(cluster(engine={"kind": KIND.name}, model={"revision": "main"}))
-_OF_THE_TEST = {"model_path", "revision", "port", "served_model_name", "tp_size", "pp_size"}
+ENGINE = {"kind": KIND.name, "gpu": {"count": 2}, "parallelism": {"data": 2}}
+CLUSTER = parse(cluster(engine=ENGINE, model={"revision": "main"}))
+_OF_THE_TEST = {"model_path", "revision", "port", "served_model_name", "tp_size", "pp_size", "dp_size"}
 """Arguments that the test sets itself."""
 
 

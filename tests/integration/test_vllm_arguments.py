@@ -4,7 +4,9 @@ import argparse
 
 import pytest
 
+from lmcache_operator.api.parse import parse
 from lmcache_operator.components.engine.kinds.vllm import VLLM
+from tests.harness.operator.model import cluster
 
 pytestmark = pytest.mark.vllm
 
@@ -36,3 +38,14 @@ def test_other_options_are_not_refused(parser):
     for action in parser._actions:
         for name in action.option_strings:
             assert VLLM().flag_of(name) == name
+
+
+def test_server_reads_data_and_expert_parallelism(parser):
+    parallelism = {"tensor": 2, "data": 4, "expert": True}
+    rendered = VLLM().args(parse(cluster(engine={"gpu": {"count": 8}, "parallelism": parallelism})), 60)
+    parsed = parser.parse_args(rendered)
+    assert (parsed.tensor_parallel_size, parsed.data_parallel_size, parsed.enable_expert_parallel) == (
+        2,
+        4,
+        True,
+    )
