@@ -229,6 +229,8 @@ def test_kubectl_warns_of_a_change_that_discards_cached_kv_before_it_happens(pla
     )
     plane.kubectl(*patch(spec, f"--as={operator.user}"))
     plane.kubectl(*patch({"engine": {"image": "other:1", "args": ["--max-num-seqs=8"], "replicas": 3}}))
+    ranks = {"gpu": {"count": 2}, "parallelism": {"data": 2, "expert": True}}
+    plane.kubectl(*patch({"engine": ranks}))
     plane.kubectl("scale", f"lmcluster/{NAME}", "--replicas=3", *flags[:-1])
     plane.kubectl("scale", f"lmcluster/{NAME}", "--replicas=2", *flags[:-1])
 
