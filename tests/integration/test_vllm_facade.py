@@ -52,11 +52,11 @@ def make_config():
         kv_role="kv_both",
         kv_connector_extra_config={"lmcache.socket": "/nonexistent/kvcache.sock"},
     )
-    parallel = SimpleNamespace(world_size=1)
+    parallel = SimpleNamespace(world_size=1, data_parallel_size=1)
     return SimpleNamespace(
         kv_transfer_config=transfer,
         parallel_config=parallel,
-        model_config=SimpleNamespace(max_model_len=1024),
+        model_config=SimpleNamespace(max_model_len=1024, is_moe=False),
         kv_events_config=None,
         instance_id="test",
         num_speculative_tokens=0,

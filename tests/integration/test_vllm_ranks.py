@@ -1,10 +1,13 @@
-"""Ranks of one engine never disagree on a hit: if one rank lacks a chunk, all ranks compute it.
+"""Ranks of one engine never disagree on a hit: if one rank lacks a chunk, all ranks compute it. Ranks that
+step together never wait for each other's copies.
 
 The cases are tensor and pipeline parallelism, and ranks that hold the same KV: latents, and fewer KV heads
 than ranks. All ranks run in one process, each with its own KV, runner hooks and worker side. Their reports
 go through vLLM's own aggregator.
 """
 
+import queue
+import threading
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -189,3 +192,61 @@ def test_blocks_are_held_for_storing_ranks_while_others_are_not_attached(world, 
             assert state.num_stores, "a copy reads the request's blocks"
             copies_of_last.gate.open()
             assert_idle(engine)
+
+
+STEP_SECONDS = 0.02
+
+
+def record_waits(monkeypatch):
+    """Record the seconds for which this thread would wait for others. Waits with a limit pass at once."""
+    engine, waits, wait = threading.current_thread(), [], threading.Event.wait
+
+    def passing(event, timeout=None):
+        if timeout is None or threading.current_thread() is not engine or event.is_set():
+            return wait(event, timeout)
+        waits.append(timeout)
+        return False
+
+    class Queue(queue.SimpleQueue):
+        def get(self, block=True, timeout=None):
+            if timeout is None or threading.current_thread() is not engine:
+                return super().get(block, timeout)
+            if self.empty():
+                waits.append(timeout)
+            return self.get_nowait()
+
+    monkeypatch.setattr(threading.Event, "wait", passing)
+    monkeypatch.setattr(queue, "SimpleQueue", Queue)
+    return waits
+
+
+@pytest.mark.parametrize("runner", [1, 2])
+def test_load_of_one_rank_delays_no_token_of_a_rank_that_steps_with_it(runner, monkeypatch):
+    """A token of data-parallel ranks of a mixture-of-experts model takes as long as the slowest rank."""
+    waits, prompt = record_waits(monkeypatch), make_tokens(4 * CHUNK + 1)
+    settings = SimSettings(runner=runner, steps_together=True)
+    with serving_world(settings) as world, world.engines(settings, settings) as ranks:
+        busy, loading = ranks
+        loading.serve(prompt)
+        busy.add(make_tokens(1), max_tokens=100)
+
+        def seconds(rank):
+            num_waits = len(waits)
+            rank.step()
+            return STEP_SECONDS + sum(waits[num_waits:])
+
+        def token_gap():
+            return max(seconds(rank) for rank in ranks)
+
+        alone = [token_gap() for _ in range(20)]
+        world.load_gate.shut()
+        name = loading.add(prompt)
+        begin = token_gap()
+        world.load_gate.wait_arrived()
+        during_load = [begin, *(token_gap() for _ in range(20))]
+        assert world.load_gate.num_waiting, "the load is still running"
+        world.load_gate.open()
+        for rank in ranks:
+            assert_idle(rank)
+        assert loading.results[name].num_cached_tokens == 4 * CHUNK
+        assert max(during_load) <= 1.05 * max(alone), "the busy rank waited for the load of the other rank"

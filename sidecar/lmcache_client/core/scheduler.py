@@ -19,8 +19,6 @@ Otherwise an engine that runs in its caller's process would spin, and take the G
 **A request may wait** as long as more rows arrive sooner than the engine would compute them.
 ``wait_decisions`` decides this.
 
-**New weights** begin a new namespace: nothing that was stored before is found again.
-
 **Without a lookup thread** (no worker has identified itself, the model is unsupported, or this side is
 offline, after an exception or at shutdown) the scheduler side knows no requests. Every method then returns
 what an engine without a cache expects. Loads that were offered before are still handed out, and fail.
@@ -66,6 +64,7 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
         events: ChunkEvents | None = None,
         tracer: Tracer = NO_TRACER,
+        can_wait: bool = True,
     ) -> None:
         """Create a side that knows no requests until a worker has identified itself.
 
@@ -78,6 +77,7 @@ class SchedulerSide:
             prefill_tokens_per_second: the engine's prefill rate; 0.0: as measured.
             events: records chunks that are stored and loaded, for the engine's KV events.
             tracer: records spans of requests.
+            can_wait: True if idle steps may sleep. False if other engines step together with this one.
         """
         self._tracer = tracer
         self._events = events
@@ -95,7 +95,7 @@ class SchedulerSide:
         self._computing = Computing()
         self._stores: Stores | None = None
         self._rate = PrefillRate(prefill_tokens_per_second)
-        self._waits = WaitDecisions(self._computing, self._rate, answer_seconds, clock, tracer)
+        self._waits = WaitDecisions(self._computing, self._rate, answer_seconds, clock, tracer, can_wait)
         self._next = StepMeta()  # the message to the workers for this step
         self._times = TimedRequests(clock)
 

@@ -18,7 +18,7 @@ from lmcache_client.core.waiting import Arrivals, PrefillRate, Progress, RowWait
 from lmcache_store.common.timing import TIMING
 
 IDLE_WAIT_SECONDS = 0.0005
-"""How long an idle step sleeps for an answer."""
+"""How long an idle step sleeps for an answer, unless other engines would sleep with it (``can_wait``)."""
 
 ASK_AGAIN_SECONDS = 0.01
 """Time between two hints about rows that are being promoted, shared by all requests that wait."""
@@ -37,8 +37,10 @@ class WaitDecisions:
         silence_seconds: float,
         clock: Callable[[], float],
         tracer: Tracer = NO_TRACER,
+        can_wait: bool = True,
     ) -> None:
-        """``silence_seconds``: see ``RowWait``."""
+        """``silence_seconds``: see ``RowWait``; ``can_wait``: see ``SchedulerSide``."""
+        self._can_wait = can_wait
         self._computing = computing
         self._rate = rate
         self._silence_seconds = silence_seconds
@@ -85,7 +87,7 @@ class WaitDecisions:
 
     def end_step(self, num_tokens: int, lookups: LookupThread | None) -> None:
         """Close the step. If it computes nothing while requests wait, sleep shortly for an answer."""
-        if self._num_waiting and not num_tokens and lookups is not None:
+        if self._num_waiting and not num_tokens and lookups is not None and self._can_wait:
             lookups.answered.wait(IDLE_WAIT_SECONDS)
             lookups.answered.clear()
         self._num_waiting, self._num_waited = 0, max(1, self._num_waiting)

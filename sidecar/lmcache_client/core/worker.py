@@ -65,8 +65,15 @@ _NO_STEP = StepMeta()
 class WorkerSide:
     """The worker side, see the module. Before ``register_kv_caches`` succeeds, it copies nothing."""
 
-    def __init__(self, attach: Attach, clock: Callable[[], float] = time.monotonic) -> None:
-        """``attach`` attaches this rank to the sidecar. If it raises, its message is logged as the reason."""
+    def __init__(
+        self, attach: Attach, clock: Callable[[], float] = time.monotonic, *, can_wait: bool = True
+    ) -> None:
+        """``attach`` attaches this rank to the sidecar. If it raises, its message is logged as the reason.
+
+        ``can_wait``: False if other engines step together with this one, so that each wait would stop them.
+        Copies that such a wait would await are then aborted at once, which costs rows but no bytes.
+        """
+        self._can_wait = can_wait
         self.identity: EngineIdentity | None = None
         """Identity of this rank's engine; None until it is attached."""
         self._is_identity_reported = False  # to the scheduler side
@@ -153,7 +160,7 @@ class WorkerSide:
         loaded: set[str] = set()
         while not self._ended.empty():
             self._note_ended(self._ended.get(), loaded)
-        if step.is_idle and self._loading and not loaded:
+        if step.is_idle and self._loading and not loaded and self._can_wait:
             self._wait_for_a_load(loaded)
         return (self._release_held() if self._held else set()), loaded
 
@@ -207,7 +214,7 @@ class WorkerSide:
     def _end(self, job_ids: Iterable[int], seconds: float) -> None:
         """Wait for copies at most ``seconds`` in total, then abort them."""
         transfers = [self._stores[job_id] for job_id in job_ids if job_id in self._stores]
-        deadline = self._clock() + seconds
+        deadline = self._clock() + seconds * self._can_wait
         for transfer in transfers:
             if transfer not in self._waiting:
                 transfer.ended.wait(max(0.0, deadline - self._clock()))

@@ -221,6 +221,14 @@ def _numa_nodes(gpu_uuid: str, rank: int, ranks: Sequence[int]) -> tuple[int, ..
     return tuple(node for node in nodes if node is not None) if None not in nodes else ()
 
 
+def can_wait(vllm_config: Any) -> bool:
+    """Return False if a wait would stop other ranks: those of a mixture-of-experts model step together.
+
+    The data-parallel ranks of other models are independent: in their processes, vLLM sets the size to 1.
+    """
+    return vllm_config.parallel_config.data_parallel_size == 1 or not vllm_config.model_config.is_moe
+
+
 def _of_largest_stage(
     vllm_config: Any, groups: Sequence[KVGroup], layouts: Mapping[int, Layout]
 ) -> tuple[KVGroup, ...]:

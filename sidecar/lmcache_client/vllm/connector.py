@@ -290,7 +290,7 @@ def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
 
     from lmcache_client.core.events import ChunkEvents
     from lmcache_client.core.tracer_choice import make_tracer
-    from lmcache_client.vllm.attach import VLLMSettings, start_scheduler_client
+    from lmcache_client.vllm.attach import VLLMSettings, can_wait, start_scheduler_client
     from lmcache_client.vllm.extra_keys import ExtraKeyFinder
     from lmcache_client.vllm.scheduler import VLLMScheduler
     from lmcache_client.vllm.weights import watch_weights
@@ -314,6 +314,7 @@ def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
         max_tokens=vllm_config.model_config.max_model_len,
         events=ChunkEvents() if publishes else None,
         tracer=make_tracer(getattr(observability, "otlp_traces_endpoint", None)),
+        can_wait=can_wait(vllm_config),
     )
     notes = (partial(_call, scheduler, hook, None) for hook in ("note_change", "note_adapter"))
     scheduler.are_weights_watched = watch_weights(vllm_config, *notes)
@@ -332,6 +333,7 @@ def _wanted_layout(vllm_config: Any) -> str | None:
 
 def _make_worker(vllm_config: Any, kv_cache_config: Any) -> WorkerSide:
     from lmcache_client.core.worker import WorkerSide
-    from lmcache_client.vllm.attach import attach_worker
+    from lmcache_client.vllm.attach import attach_worker, can_wait
 
-    return WorkerSide(lambda kv_caches: attach_worker(vllm_config, kv_cache_config, kv_caches))
+    attach = partial(attach_worker, vllm_config, kv_cache_config)
+    return WorkerSide(attach, can_wait=can_wait(vllm_config))

@@ -66,10 +66,11 @@ class CopierDouble:
 
 
 class WorkerRig:
-    def __init__(self):
+    def __init__(self, **settings):
         self.now = 0.0
         self.session, self.copier = SessionDouble(), CopierDouble()
-        self.worker = WorkerSide(lambda _: cast(Any, (self.session, self.copier, IDENTITY)), lambda: self.now)
+        attached = cast(Any, (self.session, self.copier, IDENTITY))
+        self.worker = WorkerSide(lambda _: attached, lambda: self.now, **settings)
         self.worker.register_kv_caches({})
         self.jobs = 0
 

@@ -85,6 +85,7 @@ class SimSettings:
     tensor_parallel: int = 1
     num_kv_heads: int = 8  # heads that tensor parallelism can split; 1 for latents
     pipeline_parallel: int = 1
+    steps_together: bool = False  # one of two data-parallel ranks of a mixture-of-experts model
 
     @property
     def has_one_full_group(self) -> bool:
@@ -130,6 +131,9 @@ def make_configs(settings: SimSettings, socket: str):
     cache = make_cache_config(config, settings)
     block, hash_block = resolve_kv_cache_block_sizes(cache, config)
     _join_world(config)
+    if settings.steps_together:  # only now: vLLM would wait for the other rank
+        config.parallel_config.data_parallel_size = 2
+        config.model_config.model_arch_config.num_experts = 8
     return config, cache, block, hash_block
 
 

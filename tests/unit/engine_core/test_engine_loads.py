@@ -119,6 +119,15 @@ def test_idle_engine_waits_for_the_end_of_a_load(rig, monkeypatch):
     assert rig.collect((), is_idle=True) == (set(), {"r"})
 
 
+def test_no_load_stops_engines_that_step_together(monkeypatch):
+    monkeypatch.setattr(module, "LOAD_WAIT_SECONDS", 60)
+    rig = WorkerRig(can_wait=False)
+    begin_load(rig)
+    threading.Timer(1, rig.copier.gate.set).start()
+    assert rig.collect((), is_idle=True) == (set(), set())
+    rig.finish()
+
+
 @pytest.mark.parametrize("slot", [Slot(9999, 1), Slot(0, 7)], ids=["outside the arena", "evicted"])
 def test_slot_of_an_older_arena_is_not_read(rig, slot, caplog):
     """The scheduler's session may be older than the worker's.

@@ -91,6 +91,17 @@ def test_preemption_waits_at_most_its_limit(rig):
     assert sum(waits) == pytest.approx(TIMING.preemption_seconds), "the limit applies to all copies together"
 
 
+@pytest.mark.parametrize("reason", ["reclaimed", "left_behind"])
+def test_no_copy_stops_engines_that_step_together(reason):
+    rig = WorkerRig(can_wait=False)
+    rig.hold_store()
+    waits = record_waits(rig)
+    rig.worker.handle_preemptions(StepMeta(**{reason: {1}}))
+    assert waits == [0.0]
+    rig.end_torn_store()
+    rig.finish()
+
+
 def test_held_request_without_stores_is_freed_at_once(rig):
     assert rig.collect(["r"], is_idle=False) == ({"r"}, set())
 

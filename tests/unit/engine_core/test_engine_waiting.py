@@ -6,8 +6,8 @@ import pytest
 
 from lmcache_client.core.lookups import MAX_ANSWER_SECONDS, MIN_ANSWER_SECONDS
 from lmcache_client.core.requests import Ticket
-from lmcache_client.core.wait_decisions import OLD_SECONDS
-from tests.harness.client.scheduler_rig import GRID, blocks, hashes, make_request
+from lmcache_client.core.wait_decisions import IDLE_WAIT_SECONDS, OLD_SECONDS
+from tests.harness.client.scheduler_rig import GRID, Rig, blocks, hashes, make_request
 
 
 def test_rows_in_memory_are_offered_without_a_call(rig):
@@ -156,3 +156,13 @@ def test_concurrent_key_updates_are_not_lost(rig):
     rig.drain_lookups()
     assert len(observed_values) > 1
     assert all(value is not None for value in observed_values)
+
+
+@pytest.mark.parametrize("can_wait", [True, False])
+def test_no_answer_stops_engines_that_step_together(can_wait, monkeypatch):
+    rig, waits = Rig(can_wait=can_wait), []
+    rig.waiting()
+    monkeypatch.setattr(rig.lookups.answered, "wait", waits.append)
+    rig.scheduler.end_step(0)
+    assert waits == [IDLE_WAIT_SECONDS] * can_wait
+    rig.scheduler.go_offline()
