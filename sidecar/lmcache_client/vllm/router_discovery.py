@@ -93,11 +93,12 @@ def server_info(state: Any) -> dict[str, Any]:
     """
     config = state.vllm_config
     block_tokens = getattr(config.cache_config, "effective_attention_block_size", None)
+    connector = config.kv_transfer_config
     return {
         "model_path": config.model_config.model,
-        # The router tells engines apart by this name. vLLM's own name has five random characters, so two
-        # engines may have the same.
-        "instance_id": f"{socket.gethostname()}-{config.instance_id}",
+        # The router tells engines apart by this name. Each API server of an engine has an instance_id of its
+        # own, but they share the engine_id of the KV connector.
+        "instance_id": f"{socket.gethostname()}-{connector.engine_id if connector else config.instance_id}",
         "kv_block_size": block_tokens or config.cache_config.block_size,
     }
 

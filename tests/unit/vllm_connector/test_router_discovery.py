@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +24,12 @@ CONFIG = SimpleNamespace(
 )
 
 
-def server_state(client: Any, kv_events: Any = CONFIG) -> Any:
+def server_state(client: Any, kv_events: Any = CONFIG, connector: Any = None) -> Any:
     config = SimpleNamespace(
         cache_config=SimpleNamespace(block_size=32),
         model_config=SimpleNamespace(model="/models/tiny"),
         instance_id="17",
+        kv_transfer_config=connector,
         kv_events_config=kv_events,
     )
     return SimpleNamespace(vllm_config=config, engine_client=client)
@@ -66,6 +68,14 @@ def test_router_gets_the_publisher_of_each_rank_with_its_encoding() -> None:
     older = SimpleNamespace()  # an engine that answers from its configuration
     assert set(request("/kv_event_sources", server_state(older))) == {"0"}
     assert request("/kv_event_sources", server_state(older, kv_events=None)) == {}
+
+
+def test_name_is_the_same_in_each_api_server_of_an_engine() -> None:
+    """vLLM passes the connector's settings to all API servers, and each of them draws an instance_id."""
+    connector = SimpleNamespace(engine_id="3f")
+    for settings, name in ((connector, "3f"), (None, "17")):
+        answer = request("/get_server_info", server_state(SimpleNamespace(), connector=settings))
+        assert answer["instance_id"] == f"{socket.gethostname()}-{name}"
 
 
 def test_other_requests_reach_the_server() -> None:
