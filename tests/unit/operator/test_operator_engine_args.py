@@ -112,7 +112,8 @@ def test_data_and_expert_parallelism_of_one_pod() -> None:
     """The golden files show that neither changes a pod that does not set them."""
     parallelism = {"tensor": 2, "data": 4, "expert": True}
     (engine,) = pod_of(engine={"gpu": {"count": 8}, "parallelism": parallelism})["containers"]
-    assert {"--data-parallel-size=4", "--enable-expert-parallel"} <= set(engine["args"])
+    rendered = {"--data-parallel-size=4", "--enable-expert-parallel", "--api-server-count=1"}
+    assert rendered <= set(engine["args"])
     resources = engine["resources"]
     assert resources["requests"] == {"cpu": "8", "memory": "32Gi"}
     assert resources["limits"] == {"nvidia.com/gpu": "8"}

@@ -142,7 +142,8 @@ class VLLM(base.EngineKind):
             "--tensor-parallel-size": parallelism.tensor,
         }
         if parallelism.data > 1:
-            options["--data-parallel-size"] = parallelism.data
+            # By default, vLLM starts an API server for each rank. These servers cut their answers on SIGTERM.
+            options |= {"--api-server-count": 1, "--data-parallel-size": parallelism.data}
         if cluster.platform.host == "::":
             options["--host"] = "::"  # the default is all IPv4 addresses
         if model.revision is not None:
