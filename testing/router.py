@@ -27,7 +27,7 @@ from testing.processes import Server, SidecarProcess
 
 MIDDLEWARE = "lmcache_client.vllm.router_discovery.RouterDiscovery"
 REQUIREMENTS = REPOSITORY / "router" / "requirements.txt"
-_SEQUENCE = re.compile(r"live sequence advanced source=(\S+) rank=0 seq=(\d+)")
+_SEQUENCE = re.compile(r"live sequence advanced source=(\S+) rank=(\d+) seq=(\d+)")
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -73,13 +73,17 @@ class RouterProcess(Server):
         except AssertionError as error:
             raise AssertionError(f"{error}:\n{self.log[-4000:]}") from error
 
-    def last_event(self, engine: str) -> int:
-        """Number of the last batch of KV events that the router took from an engine; -1: none.
+    def last_event(self, engine: str, rank: int = 0) -> int:
+        """Number of the last batch of KV events that the router took from an engine's rank; -1: none.
 
         ``engine``: the end of the engine's ``instance_id``.
         """
         batches = _SEQUENCE.findall(_COLORS.sub("", self.log))
-        return max((int(number) for source, number in batches if source.endswith(engine)), default=-1)
+        of_rank = (
+            int(number) for source, publisher, number in batches
+            if source.endswith(engine) and publisher == str(rank)
+        )  # fmt: skip
+        return max(of_rank, default=-1)
 
     def _is_healthy(self) -> bool:
         self.check()

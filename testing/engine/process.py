@@ -339,11 +339,12 @@ class ServedEngine(ChildProcess):
         """Run a request that is too short to be stored."""
         self.complete(_SHORT_PROMPT, max_tokens=1)
 
-    def metrics(self, prefix: str) -> dict[str, float]:
-        """GET /metrics and return the metrics with this prefix, without their labels."""
+    def metrics(self, prefix: str, label: str = "") -> dict[str, float]:
+        """GET /metrics and return the metrics with this prefix and this label, without their labels."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
             lines = answer.read().decode().splitlines()
-        return {line.split("{")[0]: float(line.split()[-1]) for line in lines if line.startswith(prefix)}
+        lines = [line for line in lines if line.startswith(prefix) and label in line]
+        return {line.split("{")[0]: float(line.split()[-1]) for line in lines}
 
     def close(self) -> None:
         """End the server as a user would, and kill the processes that are left."""
