@@ -277,7 +277,7 @@ class Sessions:
 
     # ---- the arena's format ----
 
-    async def _agree_on_format(self, geometry: Geometry, column_nodes: Sequence[int]) -> TieredStore:
+    async def _agree_on_format(self, geometry: Geometry, column_nodes: tuple[int, ...]) -> TieredStore:
         """Return the store for this geometry. Formats the arena if it has another one and no live clients."""
         present = self.arena.geometry
         if present != geometry:
@@ -303,7 +303,10 @@ class Sessions:
                 raise precondition(f"the arena can't be formatted: {error}") from error
             logger.info("Arena formatted: %d rows, %s", self.arena.num_rows, geometry)
         elif column_nodes:
-            self.arena.column_nodes = column_nodes
+            attached = (client.peer for client in self.clients.by_uuid.values() if client.is_attached)
+            named = {tuple(peer.hello.numa_nodes) for peer in attached}
+            # Data-parallel ranks share the columns. If their GPUs are on different nodes, no node is better.
+            self.arena.column_nodes = column_nodes if named <= {(), column_nodes} else ()
         if self.store is not None and self.store.is_closed:
             await self._close_store()
         return self.store or await self._open_store()

@@ -209,15 +209,17 @@ def _transfer(copier: EngineCopier, *, is_replica: bool) -> TransferOffer:
     return offer
 
 
-def _numa_nodes(gpu_uuid: str, rank: int, ranks: Sequence[int]) -> tuple[int, ...]:
+def _numa_nodes(gpu_uuid: str, rank: int, ranks: range) -> tuple[int, ...]:
     """Return the NUMA node of the GPU of each of these ranks; empty if one is unknown.
 
-    vLLM's rank n uses the visible GPU n, unless each rank sees only its own GPU.
+    vLLM gives each data-parallel rank the next visible GPUs, in the order of its ranks, unless each rank sees
+    only its own GPU.
     """
     devices = Device.visible() if gpu_uuid else []
-    if len(devices) <= max(rank, *ranks) or devices[rank].uuid != gpu_uuid:
+    first = next((n for n, device in enumerate(devices) if device.uuid == gpu_uuid), -1) - rank
+    if first < 0 or first % ranks.stop or len(devices) < first + ranks.stop:
         return ()
-    nodes = [devices[other].numa_node for other in ranks]
+    nodes = [devices[first + other].numa_node for other in ranks]
     return tuple(node for node in nodes if node is not None) if None not in nodes else ()
 
 

@@ -33,10 +33,14 @@ def test_second_stream_of_a_client_ends_the_first(world):
 
 
 def test_engines_say_on_which_numa_nodes_their_gpus_are(world):
-    world.attach(new_uuid(), num_columns=2, numa_nodes=(1, 0))
+    first = world.attach(new_uuid(), num_columns=2, numa_nodes=(1, 0))
     assert world.sessions.arena.column_nodes == (1, 0)
     world.attach(new_uuid(), num_columns=2)  # does not know
     assert world.sessions.arena.column_nodes == (1, 0)
+    second = world.attach(new_uuid(), num_columns=2, numa_nodes=(0, 1))  # another data-parallel rank
+    assert world.sessions.arena.column_nodes == ()
+    for client in first, second:
+        world.sessions.clients.detach(client)
     world.attach(new_uuid(), num_columns=2, numa_nodes=(2**32 - 1, 1))  # its engine was moved to other GPUs
     assert world.sessions.arena.column_nodes == (2**32 - 1, 1)
 
