@@ -19,6 +19,8 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from vllm.distributed.kv_events import ZmqEventPublisher
+
 from lmcache_client.vllm import asgi
 from lmcache_client.vllm.asgi import App, Message, Receive, Send, UnusableRequestError
 
@@ -105,17 +107,20 @@ def server_info(state: Any) -> dict[str, Any]:
 
 def kv_event_sources(state: Any) -> dict[str, dict[str, Any]]:
     """Return the publishers of events by data-parallel rank; empty if the engine publishes no events."""
-    client, config = state.engine_client, state.vllm_config.kv_events_config
-    get_sources = getattr(client, "get_kv_event_sources", None)
-    sources: Mapping[int, Any] = {0: config} if config is not None else {}
+    config, parallel = state.vllm_config.kv_events_config, state.vllm_config.parallel_config
+    get_sources = getattr(state.engine_client, "get_kv_event_sources", None)
     if get_sources is not None:  # vLLM >= 0.31 knows the port of each rank
-        sources = get_sources()
-    return {str(rank): _source(publisher) for rank, publisher in sources.items()}
+        return {str(rank): _source(publisher) for rank, publisher in get_sources().items()}
+    first = parallel.data_parallel_rank
+    ranks = range(first, first + parallel.data_parallel_size_local) if config is not None else ()
+    return {str(rank): _source(config, rank) for rank in ranks}
 
 
-def _source(publisher: Any) -> dict[str, Any]:
+def _source(publisher: Any, port_offset: int = 0) -> dict[str, Any]:
+    offset = ZmqEventPublisher.offset_endpoint_port
     fields = {name: getattr(publisher, name) for name in _PUBLISHER_FIELDS}
-    return fields | {"encoding": ENCODING, "schema_version": SCHEMA_VERSION}
+    endpoints = {name: offset(fields[name], port_offset) for name in ("endpoint", "replay_endpoint")}
+    return fields | endpoints | {"encoding": ENCODING, "schema_version": SCHEMA_VERSION}
 
 
 def _encoded(answer: Callable[[Any], Any], scope: Message) -> bytes | None:

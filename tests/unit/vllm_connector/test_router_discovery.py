@@ -24,13 +24,16 @@ CONFIG = SimpleNamespace(
 )
 
 
-def server_state(client: Any, kv_events: Any = CONFIG, connector: Any = None) -> Any:
+def server_state(
+    client: Any, kv_events: Any = CONFIG, connector: Any = None, first_rank: int = 0, num_ranks: int = 1
+) -> Any:
     config = SimpleNamespace(
         cache_config=SimpleNamespace(block_size=32),
         model_config=SimpleNamespace(model="/models/tiny"),
         instance_id="17",
         kv_transfer_config=connector,
         kv_events_config=kv_events,
+        parallel_config=SimpleNamespace(data_parallel_rank=first_rank, data_parallel_size_local=num_ranks),
     )
     return SimpleNamespace(vllm_config=config, engine_client=client)
 
@@ -65,8 +68,14 @@ def test_router_gets_the_publisher_of_each_rank_with_its_encoding() -> None:
     answer = request("/kv_event_sources", server_state(client))
     assert (set(answer), answer["1"]["endpoint"]) == ({"0", "1"}, "tcp://*:5557")
     assert (answer["1"]["encoding"], answer["1"]["schema_version"]) == ("msgpack", 1)
-    older = SimpleNamespace()  # an engine that answers from its configuration
-    assert set(request("/kv_event_sources", server_state(older))) == {"0"}
+    older = SimpleNamespace()  # vLLM 0.29 and 0.30, which have no answer
+    assert request("/kv_event_sources", server_state(older)).keys() == {"0"}
+    with_replay = SimpleNamespace(**(vars(CONFIG) | {"replay_endpoint": "tcp://*:6557"}))
+    answer = request("/kv_event_sources", server_state(older, with_replay, first_rank=2, num_ranks=2))
+    assert {rank: (source["endpoint"], source["replay_endpoint"]) for rank, source in answer.items()} == {
+        "2": ("tcp://*:5559", "tcp://*:6559"),
+        "3": ("tcp://*:5560", "tcp://*:6560"),
+    }
     assert request("/kv_event_sources", server_state(older, kv_events=None)) == {}
 
 
