@@ -18,6 +18,7 @@ NAMES = {
     "tiers": "memory tier without copies: time and memory per chunk, payload as a share of the arena",
     "sizing": "autoscaling in a loop with exact tiers, on generated days: cost, changes, surprises",
     "autoscale": "a real operator sizes real sidecars while they serve a trace: cost, changes, predictions",
+    "lockstep": "tokens of a data-parallel rank while another rank loads hits, with and without waits",
     "engine": "library engine: store and retrieve of 256 MiB of KV, compared with memcpy; a long lookup",
     "remote": "loads and stores of rows of 32 MiB over one connection, compared with bare loops",
     "pods": "rows from the memory of another pod, compared with the same rows from Redis",
