@@ -35,6 +35,7 @@ from lmcache_client.core.jobs import StepMeta  # noqa: E402
 from lmcache_client.errors import UnsupportedError  # noqa: E402
 from lmcache_client.vllm import connector as module  # noqa: E402
 from lmcache_client.vllm import support  # noqa: E402
+from lmcache_client.vllm.attach import can_wait  # noqa: E402
 from lmcache_client.vllm.connector import LMCacheClusterConnector  # noqa: E402
 from lmcache_client.vllm.layouts import check_supported  # noqa: E402
 from testing.engine.process import connector_config  # noqa: E402
@@ -363,3 +364,16 @@ def test_rank_that_spans_nodes_is_refused_on_each_node(num_nodes, sizes, is_foll
     assert worker._worker.identity is None, "the scheduler side stays off without it"
     (message,) = (line.getMessage() for line in caplog.records if line.name.startswith("lmcache_client"))
     assert re.search(r"spans 2 nodes.* GPUs of a node.* --data-parallel-size", message)
+
+
+@pytest.mark.parametrize("is_moe", [True, False])
+def test_only_ranks_of_mixture_of_experts_models_never_wait(is_moe):
+    """vLLM reconfigures the data-parallel ranks of other models, which do not step together."""
+    config = make_config()
+    config.model_config.is_moe = is_moe
+    config.parallel_config = ParallelConfig(data_parallel_size=2, data_parallel_size_local=2)
+    if not is_moe:
+        config.parallel_config.reconfigure_for_independent_dp_rank()
+    assert can_wait(config) is not is_moe
+    worker = LMCacheClusterConnector(config, KVConnectorRole.WORKER, SimpleNamespace(num_blocks=100))
+    assert worker._worker._can_wait is not is_moe
