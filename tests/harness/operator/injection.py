@@ -65,7 +65,7 @@ _OPTIONS = {
     "the keys of cached chunks are made": "--no-enable-prefix-caching",
     "it would replace LMCache": "--kv-offloading-size=5",
     "for more engines run more pods": (
-        "--data-parallel-size-local=2 -dpl --nnodes -n2 --node_rank=1 -r1 --headless -dpn"
+        "--data-parallel-size-local=2 -dpl --nnodes -n2 -n+2 --node_rank=1 -r1 -pcp -pc --headless -dpn"
         " --data_parallel_rank=1 --data-parallel --data-parallel-hybrid-lb --data-parallel-backend=ray"
         " --data-parallel-addr=h"
     ),
@@ -141,8 +141,8 @@ _NAMES = st.sampled_from(["a", "b", "config", "lmcache-x"])
 _WORDS = st.sampled_from([
     "Qwen/Qwen3-8B", "vllm", "serve", "python3", "/usr/bin/vllm", "--max-model-len=9", "--port", "shell",
     "--kv-t", "--kv_transfer_config=x", "--data-parallel-size.x", "--data-parallel", "--model-impl",
-    "-dp=2", "-dpx", "-dpa", "--data_parallel_size=2", "--data-parallel-size-l",
-    "--", "-", "", "-n", "-nope", "-n2", "--dist", "ray", "tini", "sh", "x.sh", "/bin/bash", "$(A)",
+    "-dc={}", "-dp=2", "-dpx", "-dpa", "--data_parallel_size=2", "--data-parallel-size-l",
+    "--", "-", "", "-n", "-nope", "-n+2", "-pc", "--dist", "ray", "tini", "sh", "x.sh", "/bin/bash", "$(A)",
     "sglang", "/opt/bin/sglang", "sglang.launch_server", "--page", "--hicache-ratio=2", "--disable-radix",
     "--hicache-storage-backend", "--served-model-name",
 ])  # fmt: skip

@@ -75,6 +75,8 @@ def test_engine_leaves_gpu_memory_for_the_reader_of_the_sidecar() -> None:
             "to split prefill and decode over pods, set",
         ),
         (["-n2"], "an engine is one pod"),
+        (["-n+2"], "an engine is one pod"),
+        (["-r 1"], "an engine is one pod"),
         (["-r0"], "an engine is one pod"),
         (["--master-addr=h"], "an engine is one pod"),
         (["--distributed-executor-backend=ray"], "can't be ray: an engine is one pod"),

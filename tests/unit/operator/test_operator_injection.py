@@ -118,7 +118,7 @@ def added_args(manifest: dict[str, Any], **changes: Any) -> list[str]:
     "manifest",
     [
         pod(args=["m", "--data_parallel_size=2"]),
-        pod(args=["m", "-dp", "2"]),
+        pod(args=["m", "-dp", "2", "-dc={}"]),
         sglang_pod("--dp=2"),
         sglang_pod("--data-parallel-size=2"),
     ],

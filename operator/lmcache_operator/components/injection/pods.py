@@ -167,10 +167,10 @@ def _flag(word: str) -> str:
     name = re.split("[=.]", word, maxsplit=1)[0].replace("_", "-")
     if name == "--data-parallel-size":
         return "-dp"  # or it would count as an abbreviation of --data-parallel-size-local
-    return name[:2] if re.search("^-[nr][0-9]+$", name) else name  # -n2 is -n 2
+    return name[:2] if re.match("-[nr][^a-z]", name) else name  # -n2 and -n+2 are -n 2
 
 
 def _is_option(name: str, option: str) -> bool:
     """Whether a name is an option or its prefix, which engines accept for the option."""
-    is_beginning = name.startswith("--") and len(name) > 2 and option.startswith(name)
-    return name == option or is_beginning
+    is_whole = name in ("-", "--", "-dc", "-dp")  # -dc is an option of vLLM, and no abbreviation of -dcp
+    return name == option or (name.startswith("-") and not is_whole and option.startswith(name))

@@ -120,8 +120,8 @@ class VLLM(base.EngineKind):
     def flag_of(self, arg: str) -> str:
         """The option that an argument sets, without value and sub-options."""
         name = re.split("[=.]", arg, maxsplit=1)[0]
-        if re.fullmatch("-[nr][0-9]+", name):
-            return name[:2]  # -n2 is -n 2
+        if re.match("-[nr][^a-z]", name):
+            return name[:2]  # -n2 and -n+2 are -n 2
         return super().flag_of(name)
 
     def shutdown_seconds(self, args: Sequence[str]) -> int | None:
