@@ -83,7 +83,9 @@ _SGLANG_OPTIONS = {
     "without the radix cache, the engine has no prefixes to store": "--disable-radix-cache",
     "--disable-radix-cache can't be set": "--disable-radix",
     "it would replace HiCache": "--enable-lmcache",
-    "for more engines run more pods": "--attn-dp-size=2 --enable-dp-attention --dwdp-size=2 --nnodes",
+    "for more engines run more pods": (
+        "--attn-dp-size=2 --enable-dp-attention --dwdp-size=2 --nnodes --elastic-ep-backend=nixl"
+    ),
     "the engine would run without its cache": "--dcp-size=2",
     "to split prefill and decode over pods, set spec.engine.prefill": "--disaggregation-mode=prefill",
     "a file may hold options that can't be set": "--config=/x.yaml",

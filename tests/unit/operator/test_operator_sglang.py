@@ -85,6 +85,7 @@ def test_arguments_of_the_user_replace_defaults(args: list[str], left_out: str) 
         (["--data-p=2"], "it is set by spec.engine.parallelism.data"),
         (["--enable-dp-attention"], "an engine is one pod"),
         (["--dwdp-size=2"], "an engine is one pod"),
+        (["--elastic-ep-backend=mooncake"], "an engine is one pod"),
         (["--node-rank", "1"], "an engine is one pod"),
         (["--nccl-init-addr=h:1"], "an engine is one pod"),
         (["--use-ray"], "an engine is one pod"),

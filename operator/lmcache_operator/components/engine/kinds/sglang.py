@@ -38,7 +38,7 @@ _OTHER_CACHE = "it would replace HiCache, which LMCache is a storage backend of"
 _WHOLE_PAGES = "LMCache copies whole pages, which need the layout page_first_direct"
 _NO_PREFIXES = "without the radix cache, the engine has no prefixes to store"
 _ON_SEVERAL_NODES = (
-    "--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr", "--use-ray",
+    "--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr", "--use-ray", "--elastic-ep-backend",
 )  # fmt: skip
 _ATTENTION = ("--attn-dp-size", "--attention-data-parallel-size", "--enable-dp-attention", "--dwdp-size")
 _WITHOUT_CACHE = {
@@ -80,7 +80,7 @@ _RESERVED = {
 }
 
 _RESERVED_BY_INJECTION = _WITHOUT_CACHE | dict.fromkeys(
-    ("--nnodes", "--node-rank", "--use-ray", *_ATTENTION), base.ONE_INJECTED_POD
+    ("--nnodes", "--node-rank", "--use-ray", "--elastic-ep-backend", *_ATTENTION), base.ONE_INJECTED_POD
 )
 
 
