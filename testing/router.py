@@ -78,16 +78,20 @@ class RouterProcess(Server):
 
         ``engine``: the end of the engine's ``instance_id``.
         """
-        batches = _SEQUENCE.findall(_COLORS.sub("", self.log))
-        of_rank = (
-            int(number) for source, publisher, number in batches
-            if source.endswith(engine) and publisher == str(rank)
-        )  # fmt: skip
-        return max(of_rank, default=-1)
+        return last_event(self.log, engine, rank)
 
     def _is_healthy(self) -> bool:
         self.check()
         return answers(f"{self.url}/health")
+
+
+def last_event(log: str, engine: str, rank: int) -> int:
+    """Return the number in a router's log, see ``RouterProcess.last_event``."""
+    of_rank = (
+        int(number) for source, publisher, number in _SEQUENCE.findall(_COLORS.sub("", log))
+        if source.endswith(engine) and publisher == str(rank)
+    )  # fmt: skip
+    return max(of_rank, default=-1)
 
 
 class RoutedPod:

@@ -1,5 +1,9 @@
-"""Prompts and answers on different pods, with a real router and engines. The tests depend on their order."""
+"""Prompts and answers on different pods with two data parallel ranks each, a real router and engines.
 
+The tests depend on their order.
+"""
+
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -7,12 +11,14 @@ import pytest
 from testing.kube.api import Object
 from testing.kube.operator import CLUSTERS
 from testing.node.app import NAMESPACE, App
-from testing.node.pods import Completion, Pod, complete
+from testing.node.pods import ENGINE_PORT, Completion, Pod, complete
+from testing.router import last_event
 from tests.harness.operator.client_pods import client_pod
-from tests.harness.operator.pods import prompt
+from tests.harness.operator.pods import least_cached, prompt
 
 NAME, PEERS_PORT, EVENTS_PORT = "split", 9465, 5557
 CHILD = f"{NAME}-prefill"
+RANKS = 0, 1
 PROMPTS = [prompt(seed, 2048) for seed in range(101, 109)]
 ANSWER_SECONDS = "2"
 """Time for peers to answer. The default of 5 ms is for a machine that is not busy."""
@@ -27,7 +33,7 @@ def app(make_app) -> Iterator[App]:
     del spec["tiers"]["remote"]
     patient = {"name": "LMCACHE_PEER_ANSWER_SECONDS", "value": ANSWER_SECONDS}
     spec["engine"]["podTemplate"]["spec"]["initContainers"] = [{"name": "sidecar", "env": [patient]}]
-    spec["engine"]["prefill"] = {"replicas": 1}
+    spec["engine"] |= {"parallelism": {"data": len(RANKS)}, "prefill": {"replicas": 1}}
     # The router logs the KV events that it gets only at this level.
     args, resources = ["--log-level=debug"], {"requests": {"cpu": "100m"}}
     spec["router"] = {"policy": "KVAware", "replicas": 1, "args": args, "resources": resources}
@@ -96,11 +102,39 @@ def test_answer_is_that_of_one_engine_and_its_prompt_comes_from_the_prefill_pod(
     assert tokens(prefill, "peers") == 0
 
 
-def test_router_gets_kv_events_through_the_network_policies(app, pools, references):
+def ask_rank(pod: Pod, question: list[int], rank: int) -> Completion:
+    return complete(pod.address, question, headers={"X-data-parallel-rank": str(rank)})
+
+
+def num_stored_rows(pod: Pod, rank: int) -> float:
+    metrics = pod.get(ENGINE_PORT, "/metrics").decode()
+    (number,) = re.findall(rf'^vllm:lmcache_stored_rows_total{{.*engine="{rank}".*}} (\S+)$', metrics, re.M)
+    return float(number)
+
+
+def test_rank_hits_what_the_other_rank_of_its_pod_computed(app):
+    pod, question = app.ready_pod(), prompt(110, 2048)
+    num_rows = num_stored_rows(pod, 0) + len(question) // 256
+    computed = ask_rank(pod, question, 0)
+    app.node.wait(lambda: num_stored_rows(pod, 0) >= num_rows)
+    loaded = ask_rank(pod, question, 1)
+    assert (computed.num_cached, loaded.tokens) == (0, computed.tokens)
+    assert loaded.num_cached >= least_cached(question), "the rank's own cache is empty"
+
+
+def test_router_gets_kv_events_of_both_ranks_through_the_network_policies(app, pools, references):
     router, prefill = router_pod(app), pools.ready_pod()
-    app.node.wait(lambda: f"{prefill.address}:{EVENTS_PORT}" in router.logs("router"), 60)
-    app.node.wait(lambda: "live sequence advanced" in router.logs("router"), 60)
+
+    def has_taken(rank: int) -> bool:
+        ask_rank(prefill, prompt(120 + rank), rank)
+        return last_event(router.logs("router"), "", rank) >= 0
+
+    for rank in RANKS:
+        app.node.wait(
+            lambda rank=rank: f"{prefill.address}:{EVENTS_PORT + rank}" in router.logs("router"), 60
+        )
+        app.node.wait(lambda rank=rank: has_taken(rank), 60)
     with client_pod(app.node, NAMESPACE, references["sidecar"]) as client:
         app.node.wait(lambda: client.reaches(prefill, 9464), 60)
         assert not client.reaches(prefill, PEERS_PORT)
-        assert not client.reaches(prefill, EVENTS_PORT)
+        assert not any(client.reaches(prefill, EVENTS_PORT + rank) for rank in RANKS)
