@@ -128,6 +128,9 @@ def test_only_the_router_reaches_the_events_of_a_data_parallel_rank(clients: Any
         expected = {"router"} if policy == "KVAware" else reached[OTHER]
         assert [reached[port] for port in RANK_EVENTS] == [expected] * 8, (target, policy)
         assert "gateway" in reached[OTHER] == reached[AFTER_EVENTS], (target, policy)
+    rules_of_ranks = [len(each["spec"]["ingress"]) for each in policies(changes)]
+    changes["engine"] |= {"gpu": {"count": 1}, "parallelism": {"data": 1}}
+    assert rules_of_ranks == [len(each["spec"]["ingress"]) for each in policies(changes)]
 
 
 def test_udp_is_limited_like_tcp() -> None:

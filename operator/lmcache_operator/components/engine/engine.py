@@ -267,11 +267,13 @@ def _network_policy(cluster: Cluster, context: Context) -> Object:
     for feature in FEATURES:
         engines = stateful.from_pods({names.COMPONENT_LABEL: names.ENGINE} | feature.labels(cluster))
         senders |= {port: [engines] for port in feature.ports(cluster).values()}
+    events, last = range(0), dict[int, Object]()
     if reader := cluster.events_reader:
         # Each data parallel rank publishes on the port after that of the rank before.
-        ports = range(names.EVENTS_PORT, names.EVENTS_PORT + cluster.engine.parallelism.data)
-        senders |= {port: [stateful.from_pods(names.selector(reader, names.ROUTER))] for port in ports}
-    ranges = _open_ranges(sorted(senders))
+        events = range(names.EVENTS_PORT, names.EVENTS_PORT + cluster.engine.parallelism.data)
+        senders[names.EVENTS_PORT] = [stateful.from_pods(names.selector(reader, names.ROUTER))]
+        last = {names.EVENTS_PORT: {"endPort": events[-1]}} if len(events) > 1 else {}
+    ranges = _open_ranges(sorted({*senders, *events}))
     other_ports = [
         *({"endPort": last, "port": first, "protocol": "TCP"} for first, last in ranges),
         {"endPort": _HIGHEST_PORT, "port": 1, "protocol": "UDP"},
@@ -279,7 +281,8 @@ def _network_policy(cluster: Cluster, context: Context) -> Object:
     if cluster.spec.router and cluster.spec.clients is not None:
         senders[names.ENGINE_PORT] = [stateful.from_pods(names.selector(cluster.name, names.ROUTER))]
     limited = [
-        {"from": allowed, "ports": [{"port": port, "protocol": "TCP"}]} for port, allowed in senders.items()
+        {"from": allowed, "ports": [{"port": port, "protocol": "TCP"} | last.get(port, {})]}
+        for port, allowed in senders.items()
     ]
     selector = names.selector(cluster.name, names.ENGINE)
     return stateful.network_policy(selector, *stateful.from_clients(cluster.spec, other_ports), *limited)
