@@ -161,6 +161,7 @@ def test_tokens_are_right_for_any_order_of_events(world, data, steps):
         max_num_batched_tokens=st.sampled_from((64, 160)),
         retention=st.sampled_from((0, None)),
         layout=st.sampled_from(("LBNHC", "BLNHC")),
+        steps_together=st.booleans(),
     )
     first, second = data.draw(shapes), data.draw(shapes)
     num_drafts = 0 if has_states else data.draw(st.sampled_from((0, 3)))
