@@ -14,8 +14,9 @@ from dataclasses import replace
 import pytest
 
 from lmcache_client.core.copier import CpuCopier
+from lmcache_store.common.timing import TIMING
 from tests.harness.client.fake_model import answer
-from tests.harness.sim.config import CHUNK, SimGroup, SimSettings
+from tests.harness.sim.config import BLOCK, CHUNK, SimGroup, SimSettings
 from tests.harness.sim.world import Gate, assert_idle, make_tokens, only_engine, serving_world
 
 pytestmark = pytest.mark.vllm
@@ -250,3 +251,24 @@ def test_load_of_one_rank_delays_no_token_of_a_rank_that_steps_with_it(runner, m
             assert_idle(rank)
         assert loading.results[name].num_cached_tokens == 4 * CHUNK
         assert max(during_load) <= 1.05 * max(alone), "the busy rank waited for the load of the other rank"
+
+
+@pytest.mark.parametrize(("retention", "num_cached"), [(0, 0), (CHUNK, 2 * CHUNK)])
+def test_windows_that_vllm_retains_are_stored_without_waits(retention, num_cached, monkeypatch):
+    """vLLM reuses other blocks behind a window at once, so copies of them are dropped."""
+    settings = SimSettings(
+        groups=(SimGroup(), SimGroup("window", 2 * BLOCK)),
+        num_blocks=256,
+        has_prefix_caching=True,
+        retention=retention,
+        steps_together=True,
+    )
+    monkeypatch.setattr(TIMING, "hold_seconds", 60.0)
+    prompt = make_tokens(8 * CHUNK)
+    with serving_world(settings) as world, world.engines(settings) as (engine,):
+        world.store_gate.shut()
+        engine.run(engine.add(prompt))
+        world.store_gate.open()
+        assert_idle(engine)
+        name = engine.serve(prompt[: 2 * CHUNK + 1])
+        assert engine.results[name].num_cached_tokens == num_cached
