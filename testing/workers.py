@@ -14,16 +14,22 @@ def is_worker() -> bool:
 
 def core() -> int:
     """Return the core of this worker's engines. Without workers, the first core."""
-    cores = sorted(os.sched_getaffinity(0))
-    return cores[_number() % len(cores)]
+    return cores(1)[0]
+
+
+def cores(num_ranks: int) -> list[int]:
+    """Return a core for each rank of an engine. With fewer cores, ranks share them."""
+    allowed = sorted(os.sched_getaffinity(0))
+    return [allowed[(_number() + rank) % len(allowed)] for rank in range(num_ranks)]
 
 
 def ports() -> range:
     """Return the ports of this worker's servers. Up to 16 workers have no port in common.
 
-    The kernel assigns ports from 32,768 on to connections. SGLang chooses ports from 22,000 on.
+    Each is followed by another port of this worker, for events of an engine's second data-parallel rank. The
+    kernel assigns ports from 32,768 on to connections. SGLang chooses ports from 22,000 on.
     """
-    return range(10_000 + _number() % _NUM_SHARES, 22_000, _NUM_SHARES)
+    return range(10_000 + 2 * (_number() % _NUM_SHARES), 22_000, 2 * _NUM_SHARES)
 
 
 def _number() -> int:

@@ -20,6 +20,7 @@ import pytest
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.engine.kinds.vllm import VLLM
 from lmcache_operator.specs.names import EVENTS_PORT
+from testing import workers
 from testing.child_process import free_port, wait_until
 from testing.engine.environment import LOAD_GATE
 from testing.engine.process import ServedEngine, patient_config
@@ -77,7 +78,7 @@ class World:
             *rendered_arguments(self.events_port),
             *default,
             environment={
-                "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+                "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, workers.cores(2))),
                 "VLLM_SERVER_DEV_MODE": "1",
                 LOAD_GATE: str(self.gate),
             },

@@ -24,6 +24,7 @@ from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.contract.base import Context
 from lmcache_operator.specs.names import STOCK_IMAGES
 from lmcache_store import keys
+from testing import workers
 from testing.child_process import answers, free_port, wait_until
 from testing.engine.environment import LOAD_GATE
 from testing.engine.process import ServedEngine, patient_config
@@ -78,7 +79,10 @@ class World:
             f"--middleware={MIDDLEWARE}",
             f"--middleware={DISCOVERY}",  # vLLM then answers at the paths of RENDER_PATHS
             *rendered_options(),
-            environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1", "OTEL_BSP_SCHEDULE_DELAY": "50"},
+            environment={
+                "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, workers.cores(2))),
+                "OTEL_BSP_SCHEDULE_DELAY": "50",
+            },
         )
         self._engine.wait_ready()
         prompt = make_prompt(CHUNK + BLOCK, next(SEEDS))

@@ -1,5 +1,6 @@
 """Components of the control plane: their end is detected, they end with the test process, and waits."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,9 +45,18 @@ def test_component_ends_when_its_parent_is_killed(tmp_path):
 
 
 def test_workers_have_no_port_in_common(monkeypatch):
-    """Ports from 22,000 on are chosen by SGLang, and those from 32,768 on by the kernel."""
+    """Ports from 22,000 on are chosen by SGLang, and those from 32,768 on by the kernel.
+
+    The second data-parallel rank of an engine takes the next port.
+    """
     ports: list[int] = []
     for number in range(16):
         monkeypatch.setenv("PYTEST_XDIST_WORKER", f"gw{number}")
-        ports += workers.ports()
+        ports += (port + rank for port in workers.ports() for rank in range(2))
     assert sorted(ports) == list(range(10_000, 22_000))
+
+
+def test_ranks_get_cores_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {9, 3})
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw1")
+    assert (workers.core(), workers.cores(3)) == (9, [9, 3, 9])
