@@ -19,6 +19,7 @@ vllm = pytest.importorskip("vllm")
 import torch  # noqa: E402
 from vllm import _custom_ops as ops  # noqa: E402
 from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig  # noqa: E402
+from vllm.distributed import parallel_state  # noqa: E402
 from vllm.distributed.kv_transfer import kv_transfer_state  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
@@ -351,7 +352,8 @@ def test_engine_that_returns_experts_is_refused():
     ],
 )
 @pytest.mark.parametrize("is_follower", [False, True])
-def test_rank_that_spans_nodes_is_refused_on_each_node(num_nodes, sizes, is_follower, caplog):
+def test_rank_that_spans_nodes_is_refused_on_each_node(num_nodes, sizes, is_follower, monkeypatch, caplog):
+    monkeypatch.setattr(parallel_state, "_NODE_COUNT", 1)
     config = make_config()
     config.kv_transfer_config = KVTransferConfig(**connector_config("unused"))
     node = sizes.get("nnodes", 1) - 1 if is_follower else 0
@@ -359,11 +361,31 @@ def test_rank_that_spans_nodes_is_refused_on_each_node(num_nodes, sizes, is_foll
     if num_nodes == 1:
         check_supported(config, SimpleNamespace())
         return
+    assert_refused(config, caplog)
+
+
+def assert_refused(config, caplog):
     worker = LMCacheClusterConnector(config, KVConnectorRole.WORKER, SimpleNamespace(num_blocks=100))
     worker.register_kv_caches({})
     assert worker._worker.identity is None, "the scheduler side stays off without it"
     (message,) = (line.getMessage() for line in caplog.records if line.name.startswith("lmcache_client"))
     assert re.search(r"spans 2 nodes.* GPUs of a node.* --data-parallel-size", message)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_rank_that_a_launcher_spread_over_nodes_is_refused(num_ranks, monkeypatch, caplog):
+    """Ray and ``torchrun`` place workers on nodes of which vLLM's configuration does not know."""
+    config = make_config()
+    config.kv_transfer_config = KVTransferConfig(**connector_config("unused"))
+    config.parallel_config = ParallelConfig(
+        data_parallel_size=num_ranks,
+        data_parallel_size_local=num_ranks,
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+    )
+    monkeypatch.setattr(parallel_state, "_NODE_COUNT", 2 * num_ranks)
+    assert_refused(config, caplog)
+    check_supported(config, SimpleNamespace(), world_nodes=num_ranks)
 
 
 @pytest.mark.parametrize("is_moe", [True, False])

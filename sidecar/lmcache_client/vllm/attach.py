@@ -64,9 +64,10 @@ def attach_worker(
     Raises UnsupportedError or ValueError if the engine can't be cached.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
+    from vllm.distributed.parallel_state import get_node_count
 
     settings = VLLMSettings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
-    check_supported(vllm_config, kv_cache_config)
+    check_supported(vllm_config, kv_cache_config, get_node_count())
     specs = read_groups(kv_cache_config, can_fail_requests=hasattr(base, "KVConnectorTransferResults"))
     step_tokens = math.lcm(*(spec.block_tokens for spec in specs))
     hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or step_tokens

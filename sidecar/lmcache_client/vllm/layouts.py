@@ -11,6 +11,7 @@ A *content id* contains all of them. The ids of all layers are part of the names
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -29,8 +30,8 @@ Ids of other content include the engine's minor version, so that only engines of
 """
 
 
-def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise UnsupportedError if the engine's configuration can't be cached."""
+def check_supported(vllm_config: Any, kv_cache_config: Any, world_nodes: int = 1) -> None:
+    """Raise UnsupportedError if the engine can't be cached. Its ranks run on ``world_nodes`` nodes."""
     zeroes_blocks = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
     if zeroes_blocks and getattr(vllm_config, "use_v2_model_runner", False):
         # ``GPUModelRunner.update_requests`` in v1/worker/gpu runs before ``handle_preemptions``. A copy that
@@ -43,7 +44,9 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             raise UnsupportedError(f"{name} > 1 is not supported yet")
-    if (num_nodes := parallel.nnodes_within_dp) > 1:
+    # Ray and torchrun place ranks on nodes of which the configuration does not know.
+    num_nodes = max(parallel.nnodes_within_dp, math.ceil(world_nodes / parallel.data_parallel_size))
+    if num_nodes > 1:
         raise UnsupportedError(
             f"a data-parallel rank spans {num_nodes} nodes, but the cache needs all of its GPUs in one pod;"
             " lower tensor x pipeline parallel size to the GPUs of a node, and use the other nodes with"
