@@ -147,3 +147,18 @@ def test_later_growth_is_on_the_node_too(growing, nodes, taken):
     growing.arena.resize(CAPACITY)
     growing.grow_to(growing.arena.num_rows)
     assert cores_of_columns(growing, taken) == [set(nodes[0]), set(nodes[1])]
+
+
+def test_nodes_may_become_unknown_while_memory_is_taken(growing, nodes, taken):
+    """An engine whose data-parallel ranks name different nodes attaches meanwhile."""
+
+    class Forgotten(list):
+        def __len__(self):
+            growing.arena.column_nodes = ()
+            return super().__len__()
+
+    growing.arena.format(GEOMETRY)
+    growing.arena.column_nodes = Forgotten([1, 1])
+    fill(growing)
+    assert growing.arena.growth_error is None
+    assert set(nodes[1]) in taken.values()

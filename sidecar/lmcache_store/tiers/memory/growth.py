@@ -270,9 +270,10 @@ class GrowingFile:
         return True
 
     def _node_of(self, column: int) -> int | None:
-        if self.numa_node is not None or column >= len(self.column_nodes):
+        nodes = self.column_nodes  # the sidecar's loop may replace them meanwhile
+        if self.numa_node is not None or column >= len(nodes):
             return self.numa_node
-        return self.column_nodes[column]
+        return nodes[column]
 
     def _punch(self, layout: ArenaLayout, rows: range) -> bool:
         # The lock keeps ``format`` out: the slot table of the next format may lie where these rows were.
