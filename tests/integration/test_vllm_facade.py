@@ -377,12 +377,8 @@ def test_rank_that_a_launcher_spread_over_nodes_is_refused(num_ranks, monkeypatc
     """Ray and ``torchrun`` place workers on nodes of which vLLM's configuration does not know."""
     config = make_config()
     config.kv_transfer_config = KVTransferConfig(**connector_config("unused"))
-    config.parallel_config = ParallelConfig(
-        data_parallel_size=num_ranks,
-        data_parallel_size_local=num_ranks,
-        tensor_parallel_size=2,
-        distributed_executor_backend="mp",
-    )
+    sizes = {"data_parallel_size": num_ranks, "tensor_parallel_size": 2}
+    config.parallel_config = ParallelConfig(**sizes, distributed_executor_backend="mp")
     monkeypatch.setattr(parallel_state, "_NODE_COUNT", 2 * num_ranks)
     assert_refused(config, caplog)
     check_supported(config, SimpleNamespace(), world_nodes=num_ranks)
