@@ -1,4 +1,4 @@
-"""Prompts and answers on different pods with two data parallel ranks each, a real router and engines.
+"""Prompts and answers on different pods with two data-parallel ranks each, a real router and engines.
 
 The tests depend on their order.
 """

@@ -1,4 +1,4 @@
-"""``vllm serve`` with two data parallel ranks on one sidecar.
+"""``vllm serve`` with two data-parallel ranks on one sidecar.
 
 The tests share an engine with two API servers, which is vLLM's default. A test kills one of its ranks. The
 tests after it share an engine with the operator's arguments, which a test ends.

@@ -52,7 +52,7 @@ class Parallelism(Part):
     tensor: int = field("Tensor parallel size.", default=1, minimum=1, maximum=64)
     pipeline: int = field("Pipeline parallel size.", default=1, minimum=1, maximum=64)
     data: int = field(
-        "Data parallel size. Each data parallel rank has tensor x pipeline GPUs and computes requests of its "
+        "Data parallel size. Each data-parallel rank has tensor x pipeline GPUs and computes requests of its "
         "own. All ranks share the pod's cache.",
         default=1,
         minimum=1,

@@ -269,7 +269,7 @@ def _network_policy(cluster: Cluster, context: Context) -> Object:
         senders |= {port: [engines] for port in feature.ports(cluster).values()}
     events, last = range(0), dict[int, Object]()
     if reader := cluster.events_reader:
-        # Each data parallel rank publishes on the port after that of the rank before.
+        # Each data-parallel rank publishes on the port after that of the rank before.
         events = range(names.EVENTS_PORT, names.EVENTS_PORT + cluster.engine.parallelism.data)
         senders[names.EVENTS_PORT] = [stateful.from_pods(names.selector(reader, names.ROUTER))]
         last = {names.EVENTS_PORT: {"endPort": events[-1]}} if len(events) > 1 else {}
