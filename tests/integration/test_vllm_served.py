@@ -373,18 +373,17 @@ def test_reset_forgets_nothing_unless_the_weights_may_have_changed(
     engine: ServedEngine, sidecar: SidecarProcess
 ) -> None:
     # This test must stay the last one: it changes the weights of the module's engine for good.
-    def reason() -> str:
-        return str(sidecar.stats()["private_reason"])
-
+    changed = "vLLM's weights may have changed (call of reload_weights) at "
     prompt = make_prompt(CHUNK + BLOCK, next(SEEDS))
     wait_until(lambda: num_cached(engine.complete(prompt)) == CHUNK, what="a hit")
     for path in ("/reset_prefix_cache?reset_external=true", "/pause", "/pause?mode=keep", "/resume"):
         assert post(engine, path) == 200
         assert path.startswith("/pause") or num_cached(engine.complete(prompt)) == CHUNK
-    assert reason() == ""
+    assert sidecar.stats()["private_reason"] == ""
     assert post(engine, "/collective_rpc", method="reload_weights") == 200
     for _ in range(2):
         assert num_cached(engine.complete(prompt)) == 0
-        assert reason().startswith("vLLM's weights may have changed (call of reload_weights) at ")
+        # The scheduler side reports it after the answer, on a thread of its own.
+        sidecar.wait_until(lambda stats: stats["private_reason"].startswith(changed))
         wait_until(lambda: num_cached(engine.complete(prompt)) == CHUNK, what="a hit on new KV")
         assert post(engine, "/reset_prefix_cache?reset_external=true") == 200
