@@ -138,7 +138,7 @@ class KubeApi:
                     continue
                 items = with_field("items", page)["items"]
                 parts = list(map(part, items)) if part else items
-                num_bytes += len(json.dumps(parts)) if part else 0
+                num_bytes += len(json.dumps(parts))
                 objects += parts
                 if num_bytes > _PART_BYTES or time.monotonic() > deadline:
                     problem = "its objects are too many or too large: delete some of them"

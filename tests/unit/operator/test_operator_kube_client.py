@@ -180,8 +180,9 @@ def test_list_has_all_objects_and_no_large_page(sizes, monkeypatch):
     assert parts == sizes, "each object is reduced once"
 
 
+@pytest.mark.parametrize("part", [dict, None])
 @pytest.mark.parametrize(("bound", "value"), [("_LIST_SECONDS", 0.0), ("_PART_BYTES", 1000)])
-def test_list_ends_at_a_bound_of_time_and_of_memory(bound, value, monkeypatch):
+def test_list_ends_at_a_bound_of_time_and_of_memory(bound, value, part, monkeypatch):
     """A run that never ends fails the liveness probe of the operator, which serves other namespaces."""
     monkeypatch.setattr(kube_client, bound, value)
     num_pages = 0
@@ -194,7 +195,7 @@ def test_list_ends_at_a_bound_of_time_and_of_memory(bound, value, monkeypatch):
 
     async def find() -> None:
         async with answering(handle) as url, ApiClient(Configuration(host=url)) as client:
-            await KubeApi(client).find(POD, "n", dict, labelSelector="a=b")
+            await KubeApi(client).find(POD, "n", part, labelSelector="a=b")
 
     with pytest.raises(UnavailableError, match="list pods of namespace n: its objects are too many"):
         asyncio.run(find())
