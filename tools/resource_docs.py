@@ -113,6 +113,8 @@ _MANAGED = {
 }
 _EXCLUSIVE = {
     "spec.engine.gpu.resourceName": "nvidia.com/gpu",
+    "spec.engine.nodes": 2,
+    "spec.engine.topologyKey": "topology.kubernetes.io/rack",
     "spec.engine.prefill.gpu.resourceName": "nvidia.com/gpu",
     **{f"spec.tiers.remote.managed.{name}": value for name, value in _MANAGED.items()},
     "spec.tiers.remote.clusterRef.name": "kv",
@@ -127,7 +129,7 @@ CONDITIONS = {
     "Ready": "At least one pod of each part serves. The reason `Ready` says that all pods match the spec.",
     "Progressing": "The operator is creating or replacing pods.",
     "Degraded": "A problem needs you: the message says what to do. Engines may still serve requests.",
-    "EngineAvailable": "At least one engine pod is Ready.",
+    "EngineAvailable": "At least one engine is Ready.",
     "SidecarAttached": "The engines use their caches.",
     "RemoteTierAvailable": "All shards of a managed remote tier are Ready.",
     "RemoteTierReachable": "The remote tier answers the sidecars. Present after a sidecar reported it.",

@@ -38,7 +38,7 @@ from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.reconciler import Reconciler
 from lmcache_operator.shared_leases import SharedLeases
 from lmcache_operator.specs import Object
-from lmcache_operator.specs.kinds import CERTIFICATE, CLUSTER, PROFILE, SECRET, ClusterKey, Kind, owner_key
+from lmcache_operator.specs.kinds import CLUSTER, OPTIONAL, PROFILE, SECRET, ClusterKey, Kind, owner_key
 from lmcache_operator.specs.merge import dig
 from lmcache_operator.specs.names import FIELD_MANAGER, MANAGED_BY_LABEL
 from lmcache_operator.stats import StatsClient
@@ -263,10 +263,10 @@ def build_registry(queue: _Queue, settle: Callable[[], Awaitable[object]]) -> ko
 def _watched() -> list[Kind]:
     """Kinds of children to watch, besides LMCacheClusters.
 
-    Certificates are left out: without cert-manager, kopf would log errors at every start. Each reconciliation
-    reads the cluster's Certificate anyway.
+    Kinds that an API server may not serve are left out: kopf would log errors at every start. Each
+    reconciliation reads such objects anyway.
     """
-    return [kind for kind in kinds_of(COMPONENTS) if kind not in (CERTIFICATE, CLUSTER)]
+    return [kind for kind in kinds_of(COMPONENTS) if kind not in (CLUSTER, *OPTIONAL)]
 
 
 def _kopf_settings(namespaces: Sequence[str]) -> kopf.OperatorSettings:

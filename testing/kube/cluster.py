@@ -68,6 +68,8 @@ class Cluster:
     programs: Sequence[str] = PROGRAMS
     api_server_flags: Sequence[str] = ("--advertise-address=127.0.0.1", "--endpoint-reconciler-type=none")
     """Flags of this class of clusters, in addition to the common flags."""
+    feature_gates: str = ""
+    """Features of Kubernetes that are off by default, such as "A=true,B=true"."""
 
     go: ClassVar[dict[str, str]] = {"GOGC": "400", "GOMEMLIMIT": "600MiB", "GOMAXPROCS": "1"}
     """Settings of Go's runtime. They save a third of the processor time, and take 350 MiB more memory."""
@@ -310,15 +312,18 @@ class Cluster:
             "--audit-log-maxsize=4096",  # MiB; marks are positions in one file, so it must not be rotated
             # Without these flags it waits 30 s and more for open watches before it stops.
             "--shutdown-watch-termination-grace-period=2s", "--request-timeout=10s",
-            "--min-request-timeout=60", *self.api_server_flags,
+            "--min-request-timeout=60", *self.api_server_flags, *self._gates(),
         ]  # fmt: skip
 
     def _client_flags(self, user: str, port: int) -> list[str]:
         return [
             f"--kubeconfig={self.kubeconfig(user)}", "--bind-address=127.0.0.1", f"--secure-port={port}",
             f"--cert-dir={self.directory / str(port)}", "--leader-elect=false",
-            "--kube-api-qps=500", "--kube-api-burst=1000",
+            "--kube-api-qps=500", "--kube-api-burst=1000", *self._gates(),
         ]  # fmt: skip
+
+    def _gates(self) -> list[str]:
+        return [f"--feature-gates={self.feature_gates}"] if self.feature_gates else []
 
     def _controller_manager_flags(self, port: int) -> list[str]:
         keys = self.ca.parent

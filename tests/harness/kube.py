@@ -131,12 +131,20 @@ def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
     return run
 
 
+class GangCluster(Cluster):
+    """A control plane whose scheduler can place all pods of a group together."""
+
+    api_server_flags = (*Cluster.api_server_flags, "--runtime-config=scheduling.k8s.io/v1alpha2=true")
+    feature_gates = "GenericWorkload=true,GangScheduling=true"
+
+
 @pytest.fixture(scope="session")
 def plane() -> Iterator[Cluster]:
     """The control plane of this run."""
     if binaries.find(cluster.PROGRAMS) is None:
         pytest.fail("the Kubernetes programs are missing: run `make kube` (6-8 minutes, once)")
-    with Cluster(crds=CRDS) as started:
+    kind = GangCluster if is_since("1.36") else Cluster
+    with kind(crds=CRDS) as started:
         yield started
         started.check()
 

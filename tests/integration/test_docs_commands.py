@@ -76,6 +76,14 @@ _DISK = {
         "hostPath": {"path": "/nvme"},
     },
 }
+_WEIGHTS = {
+    "metadata": {"name": "weights"},
+    "spec": {
+        "capacity": {"storage": "1Ti"},
+        "accessModes": ["ReadWriteMany"],
+        "hostPath": {"path": "/weights"},
+    },
+}
 HOW_TO = {
     "add-a-disk-tier": Page(
         "disk-tier.yaml",
@@ -105,6 +113,7 @@ HOW_TO = {
         {"UID": "$(kubectl get lmcluster qwen3-8b -o jsonpath='{.metadata.uid}')"},
     ),
     "run-on-openshift": Page("qwen3-8b.yaml", "qwen3-8b"),
+    "run-over-several-nodes": Page(objects=(("v1/persistentvolumes", _WEIGHTS),)),
     "run-with-gpu-claims": Page(
         "gpu-claims.yaml",
         "qwen3-8b-claims",

@@ -34,7 +34,8 @@ def test_operator_applies_each_example_once(plane: Cluster, operator: Operator, 
     (cluster,) = documents(file, "LMCacheCluster")
     cluster["metadata"]["name"] = NAME
     plane.api.create(CLUSTERS, cluster, namespace)
-    part = "engine" if "engine" in cluster["spec"] else "remote"
+    engine = cluster["spec"].get("engine")
+    part = "remote" if engine is None else "engine-0" if engine.get("nodes", 1) > 1 else "engine"
     plane.wait(lambda: plane.api.find("apps/v1/statefulsets", f"{NAME}-{part}", namespace))
     wait_quiet(plane, operator, namespace)
     conditions = plane.wait(

@@ -58,6 +58,12 @@ def alone(**changes: Any) -> Object:
     return ALONE | changes
 
 
+def over(nodes: int, gpus: int = 1, tensor: int = 1, data: int | None = None, **fields: Any) -> Object:
+    """An engine over several nodes, by default with one data-parallel rank in each pod."""
+    parallelism = {"tensor": tensor, "data": nodes if data is None else data}
+    return engine(nodes=nodes, gpu={"count": gpus}, parallelism=parallelism, **fields)
+
+
 def split(**prefill: Any) -> Object:
     return {"router": {}, "tiers": {"peers": {}}, "engine": {"prefill": prefill}}
 
@@ -87,10 +93,23 @@ REFUSED = [
     (engine(replicas=-1), "spec.engine.replicas"),
     (engine(image="UPPER/::bad@@"), "must be an image such as"),
     (engine(args=["--x=\0"]), "spec.engine.args[0]"),
-    (engine(args=["--nnodes", "2"]), "set engine.parallelism, and engine.replicas for more engines"),
-    (engine(args=["--tp=2"]), "set engine.parallelism, and engine.replicas for more engines"),
-    (engine(gpu={"count": 3}, parallelism={"data": 2}), "tensor x pipeline x data must equal gpu.count"),
-    (engine(parallelism={"data": 65}), "spec.engine.parallelism.data"),
+    (engine(args=["--nnodes", "2"]), "set engine.parallelism and engine.nodes, and engine.replicas for more"),
+    (
+        engine(args=["--tp=2"]),
+        "set engine.parallelism and engine.nodes, and engine.replicas for more engines",
+    ),
+    (engine(gpu={"count": 3}, parallelism={"data": 2}), "x pipeline x data must equal nodes x gpu.count"),
+    (engine(parallelism={"data": 257}), "spec.engine.parallelism.data"),
+    (over(33), "spec.engine.nodes"),
+    (over(2, data=4), "x pipeline x data must equal nodes x gpu.count"),
+    (over(2, gpus=0, data=3), "parallelism.data must be a multiple of nodes"),
+    (over(2, gpus=8, tensor=16, data=1), "a rank over several pods is not cached yet"),
+    (over(2, gpus=6, tensor=4, data=3), "a pod must have whole data-parallel ranks"),
+    (over(2, replicas=501), "replicas x nodes must be at most 1000"),
+    (over(2, **SGLANG), "engine.nodes needs engine.kind vLLM for now"),
+    (over(2, prefill={}) | {"router": {}}, "prefill pods span one node for now"),
+    (over(2, topologyKey="a/b/c"), "spec.engine.topologyKey"),
+    (engine(topologyKey="rack"), "topologyKey needs nodes > 1"),
     (engine(**SGLANG, parallelism={"expert": True}), "engine.parallelism.expert needs engine.kind vLLM"),
     (engine(gpu={"deviceClassName": "a", "resourceName": "b/c"}), "exclude each other"),
     (engine(env=[{"name": "A", "value": 5}]), "spec.engine.env[0].value"),
@@ -183,6 +202,7 @@ REFUSED = [
 ]
 """Changes of a minimal spec, and a part of the refusal."""
 NAMES = [
+    (over(2), "a" * 42, "with spec.engine.nodes > 1, metadata.name must have at most 41 characters"),
     ({}, "8b", "metadata.name must start with a letter"),
     (split(), "demo-prefill", "at most 37 characters and must not end with -prefill"),
     (split(), "a" * 38, "at most 37 characters and must not end with -prefill"),
@@ -193,6 +213,8 @@ CHANGES = [
     ({"engine": None, "model": None}, "spec", "engine cannot be added or removed: create another"),
 ]
 STORED = [
+    over(2, gpus=8, tensor=4, data=4, topologyKey="topology.kubernetes.io/rack"),
+    over(32, gpus=0, data=64),
     external("rediss-sentinel://a:1,[fd00::1]/master/3?prefix=x&verify=ca"),
     tiers(memory={"size": "0.5Ti"}),
     tiers(disk={"size": "0.5Ti", "storageClassName": "local-nvme"}, admit="OnReuse"),

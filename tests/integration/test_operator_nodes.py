@@ -1,25 +1,11 @@
 """A node that stops responding under an engine's pod."""
 
-from datetime import UTC, datetime, timedelta
-
 import pytest
 
-from testing.kube.cluster import FAKE_NODE
 from tests.harness.kube import CLUSTERS, NAME, example
-from tests.harness.operator.clusters import condition, pods, wait_ready, written
+from tests.harness.operator.clusters import condition, lose, pods, wait_ready, written
 
 pytestmark = pytest.mark.kube
-
-
-def lose(plane, node: str, namespace: str, pod: str, minutes: float) -> None:
-    """Write what controllers write for a node without heartbeat since ``minutes``, and for a pod on it."""
-    plane.api.patch("v1/nodes", node, {"metadata": {"annotations": {FAKE_NODE: None}}})
-    since = (datetime.now(UTC) - timedelta(minutes=minutes)).strftime("%Y-%m-%dT%H:%M:%SZ")
-    times = {"lastTransitionTime": since, "lastHeartbeatTime": since}
-    unknown = {"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown"}
-    plane.api.patch("v1/nodes", f"{node}/status", {"status": {"conditions": [unknown | times]}})
-    unready = {"type": "Ready", "status": "False", "reason": "NodeNotReady", "lastTransitionTime": since}
-    plane.api.patch("v1/pods", f"{pod}/status", {"status": {"conditions": [unready]}}, namespace)
 
 
 def has_event(plane, namespace: str, reason: str, words: str) -> bool:

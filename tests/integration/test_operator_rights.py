@@ -46,6 +46,7 @@ NAMESPACED = {
     "rbac.authorization.k8s.io/rolebindings": WRITE,
     "rbac.authorization.k8s.io/roles": WRITE,
     "resource.k8s.io/resourceclaimtemplates": WRITE,
+    "scheduling.k8s.io/podgroups": WRITE,
 }
 """Verbs by group and resource, in all namespaces, or only in those of ``watchNamespaces``."""
 LISTED = {"/nodes": "get list"}

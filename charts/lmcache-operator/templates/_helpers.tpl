@@ -157,6 +157,10 @@ namespaceSelector:
 - apiGroups: [resource.k8s.io]
   resources: [resourceclaimtemplates]
   verbs: [get, list, watch, create, patch, delete]
+# Engines over several nodes, in clusters that serve this API.
+- apiGroups: [scheduling.k8s.io]
+  resources: [podgroups]
+  verbs: [get, list, watch, create, patch, delete]
 # The operator deletes pods of lost nodes by force. It sets the memory tier's size as an annotation of running pods.
 - apiGroups: [""]
   resources: [pods]

@@ -124,7 +124,7 @@ def summary_of(cluster: Object, now: float) -> dict[str, Any]:
 
 
 def _desired(cluster: Object) -> int | None:
-    """The engine pods that the spec asks for; None for a remote tier alone."""
+    """The engines that the spec asks for; None for a remote tier alone."""
     engine = cluster["spec"].get("engine")
     replicas = None if engine is None else engine.get("replicas", 1)
     return None if engine is None else 1 if replicas is None else int(replicas)
@@ -133,7 +133,7 @@ def _desired(cluster: Object) -> int | None:
 def state_of(cluster: Object) -> str:
     """Return the state in a few words, such as ``Serving (1 of 2), Replacing``.
 
-    The count of engine pods gives way to other parts without which requests fail although engines are ready.
+    The count of engines gives way to other parts without which requests fail although engines are ready.
     """
     conditions = {each["type"]: each for each in dig(cluster, "status", "conditions") or ()}
     ready, progressing = conditions.get("Ready"), conditions.get("Progressing", {})

@@ -76,6 +76,11 @@ SGLANG = EngineApi(
             lambda spec: not spec.engine.parallelism.expert,
         ),
         (
+            "self.engine.nodes == 1",
+            "engine.nodes needs engine.kind vLLM for now: set engine.replicas for more engines",
+            lambda spec: spec.engine.nodes == 1,
+        ),
+        (
             "!has(self.tenants) || !self.tenants.header",
             "tenants.header needs engine.kind vLLM: leave it out, and let the gateway set cache_salt instead",
             lambda spec: spec.tenants is None or not spec.tenants.header,

@@ -14,8 +14,8 @@ _PARALLEL_SIZE = (
 )
 NO_PARALLEL_SIZES = Rule(
     f"self.all(a, !a.matches('{_PARALLEL_SIZE}'))",
-    "set engine.parallelism, and engine.replicas for more engines, instead of passing parallel sizes as "
-    "arguments",
+    "set engine.parallelism and engine.nodes, and engine.replicas for more engines, instead of passing "
+    "parallel sizes as arguments",
     lambda args: not any(re.search(_PARALLEL_SIZE, arg) for arg in args),
 )
 
@@ -47,16 +47,16 @@ class GpuSpec(Part):
 
 
 class Parallelism(Part):
-    """Split of the model and its requests over the GPUs of one pod."""
+    """Split of the model and its requests over the GPUs of one engine."""
 
     tensor: int = field("Tensor parallel size.", default=1, minimum=1, maximum=64)
     pipeline: int = field("Pipeline parallel size.", default=1, minimum=1, maximum=64)
     data: int = field(
         "Data parallel size. Each data-parallel rank has tensor x pipeline GPUs and computes requests of its "
-        "own. All ranks share the pod's cache.",
+        "own. All ranks of a pod share its cache.",
         default=1,
         minimum=1,
-        maximum=64,
+        maximum=256,
     )
     expert: bool = field(
         "Give each GPU whole experts, instead of a part of each expert. Only for mixture-of-experts models "

@@ -40,6 +40,12 @@ NAMING = (
             or (len(cluster.name) <= _MAX_LENGTH and not cluster.name.endswith(_SUFFIX))
         ),
     ),
+    # The longest child name is then "<name>-engine-999-<ten-letter revision>".
+    Rule(
+        "!has(self.spec.engine) || self.spec.engine.nodes == 1 || self.metadata.name.size() <= 41",
+        "with spec.engine.nodes > 1, metadata.name must have at most 41 characters",
+        lambda cluster: not (engine := cluster.spec.engine) or engine.nodes == 1 or len(cluster.name) <= 41,
+    ),
 )
 """Rules that an LMCacheCluster's name and its spec must follow together."""
 

@@ -19,6 +19,8 @@ from lmcache_store.common.units import parse_quantity
 _MODEL: dict[str, Any] = {"maxLength": 512, "pattern": r"^[^-\s\x00-\x1f][^\s\x00-\x1f]*$"}
 _MAP_BY_TYPE: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
 TOKEN: Literal["Token"] = "Token"
+_MAX_PODS = 1000
+"""Largest number of engine pods of one LMCacheCluster. The operator bounds the size of its lists."""
 
 
 class SecretKeyRef(Part):
@@ -48,14 +50,35 @@ class Model(Part):
 
 
 class EngineSpec(Part):
-    """The inference engine: a StatefulSet of pods, each with a sidecar."""
+    """The inference engines: pods, each with a sidecar."""
 
     RULES = (
         Rule(
             "self.gpu.count == 0 || self.parallelism.tensor * self.parallelism.pipeline * "
-            "self.parallelism.data == self.gpu.count",
-            "parallelism.tensor x pipeline x data must equal gpu.count: an engine runs in one pod",
-            lambda engine: engine.gpu.count in (0, engine.parallelism.num_ranks),
+            "self.parallelism.data == self.nodes * self.gpu.count",
+            "parallelism.tensor x pipeline x data must equal nodes x gpu.count",
+            lambda engine: engine.gpu.count * engine.nodes in (0, engine.parallelism.num_ranks),
+        ),
+        Rule(
+            "self.parallelism.data % self.nodes == 0",
+            "a pod must have whole data-parallel ranks, because a rank over several pods is not cached yet: "
+            "parallelism.data must be a multiple of nodes",
+            lambda engine: engine.parallelism.data % engine.nodes == 0,
+        ),
+        Rule(
+            f"self.replicas * self.nodes <= {_MAX_PODS}",
+            f"replicas x nodes must be at most {_MAX_PODS}: the operator could not read more pods",
+            lambda engine: engine.replicas * engine.nodes <= _MAX_PODS,
+        ),
+        Rule(
+            "self.nodes == 1 || !has(self.prefill)",
+            "prefill pods span one node for now: leave out prefill, or nodes",
+            lambda engine: engine.nodes == 1 or engine.prefill is None,
+        ),
+        Rule(
+            "self.nodes > 1 || !has(self.topologyKey)",
+            "topologyKey needs nodes > 1: for one pod, set podTemplate.spec.affinity",
+            lambda engine: engine.nodes > 1 or engine.topology_key is None,
         ),
         Rule(
             "!has(self.prefill) || !has(self.prefill.gpu) || self.prefill.gpu.count == self.gpu.count",
@@ -76,10 +99,29 @@ class EngineSpec(Part):
     image: str | None = field(
         f"Image with {VERSIONS}, by kind. Default: see lmcache-operator --help.", **IMAGE_NAME
     )
-    replicas: int = field("Number of engine pods. Autoscalers change it.", default=1, minimum=0, maximum=1000)
+    replicas: int = field(
+        "Number of engines, each of `nodes` pods. Autoscalers change it.",
+        default=1,
+        minimum=0,
+        maximum=_MAX_PODS,
+    )
+    nodes: int = field(
+        "Number of pods of one engine. Each pod has gpu.count GPUs and a cache of its own, and all of them "
+        "start and restart together. Needs vLLM, and parallelism.data must be a multiple of nodes. For "
+        "models without experts, set replicas instead. A change from or to 1 restarts all engines at once.",
+        default=1,
+        minimum=1,
+        maximum=32,
+    )
+    topology_key: str | None = field(
+        "Key of a label of nodes, such as one for racks. All pods of an engine run on nodes with the same "
+        "value of this label. Needs nodes above 1.",
+        maxLength=317,
+        pattern=r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$",
+    )
     gpu: GpuSpec = field("GPUs of one pod.", default={})
     parallelism: Parallelism = field(
-        "Split of the model and its requests over the GPUs of a pod.", default={}
+        "Split of the model and its requests over the GPUs of an engine.", default={}
     )
     args: list[str] = field(
         "Additional arguments of the engine's server, such as `vllm serve`. Arguments that the cache depends "
@@ -334,9 +376,9 @@ class Status(Part):
     """The observed state of an LMCacheCluster."""
 
     observed_generation: int | None = field("The metadata.generation that was observed.", format="int64")
-    replicas: int | None = field("Number of engine pods.")
-    ready_replicas: int | None = field("Number of engine pods that are Ready.")
-    selector: str | None = field("Label selector of the engine pods, for autoscalers.")
+    replicas: int | None = field("Number of engines.")
+    ready_replicas: int | None = field("Number of engines that are Ready with all their pods.")
+    selector: str | None = field("Label selector of one pod of each engine, for autoscalers.")
     images: ImagesStatus | None = field(
         "Images of new engine pods. Your own pods with an injected sidecar get the operator's defaults."
     )

@@ -238,7 +238,7 @@ def _unplaced(engine: Observed, declared: int) -> Iterator[UnavailableSize]:
 
 def _rollout(engine: Observed) -> Obstacle | None:
     sets = [child for ref, child in engine.children.items() if ref.kind == "StatefulSet"]
-    number = sets[0]["spec"].get("replicas", 1) if sets else 0
+    number = sum(each["spec"].get("replicas", 1) for each in sets)
     ready = sum(is_ready(pod) for pod in engine.pods)
     current = sum(not is_outdated(pod, sets[0]["spec"]["template"]) for pod in engine.pods) if sets else 0
     if number == len(engine.pods) == ready == current:

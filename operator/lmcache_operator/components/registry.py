@@ -32,5 +32,5 @@ that mount their list and password.
 
 def kinds_of(components: Iterable[Component]) -> tuple[Kind, ...]:
     """Kinds of objects that components may create. The operator watches them, and its role allows them."""
-    names = dict.fromkeys(ref.kind for component in components for ref in component.refs("any"))
-    return tuple(BY_NAME[name] for name in names)
+    names = [name for each in components for name in (*(r.kind for r in each.refs("any")), *each.group_kinds)]
+    return tuple(BY_NAME[name] for name in dict.fromkeys(names))

@@ -1,15 +1,16 @@
 """The contract of a component, which is one part of every cluster, such as its engine pods.
 
 A component renders objects from the spec, plans steps from observations, and reports its status. It is pure,
-without client, clock or state, so ``render`` prints exactly what ``run`` applies. The reconciler observes,
-applies and merges conditions in the same way for all components.
+without client, clock or state, so ``render`` prints what ``run`` applies. Only PodGroups are missing there,
+because they depend on the API server. The reconciler observes, applies and merges conditions in the same way
+for all components.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from decimal import Decimal
@@ -137,6 +138,8 @@ class Observed:
     """Events that explain missing or unready pods; some are about the claims of their volumes."""
     probed: Probed | None = None
     """Reports of the sidecars, which are probed after all steps were carried out; None before."""
+    serves_pod_groups: bool = False
+    """Whether the API server serves PodGroups; read only if there may be groups."""
     contested: Mapping[Ref, frozenset[Path]] = field(default_factory=dict)
     """Fields of children, or whole children, that another client keeps changing back."""
     referred: Object | None = None
@@ -224,6 +227,8 @@ class Component(ABC):
     """Kinds of the objects with the component's name (``names.object_name``), prerequisites first."""
     used: ClassVar[tuple[str, ...]] = ()
     """Names of the components whose objects it uses, too."""
+    group_kinds: ClassVar[tuple[str, ...]] = ()
+    """Kinds of the objects of each group of pods (``names.group_name``); empty: it has no groups."""
     changes_foreign_pods: ClassVar[bool] = False
     """Whether its objects change users' own pods. They are applied only if no component failed to plan, and
     none before it failed to apply."""
@@ -237,6 +242,13 @@ class Component(ABC):
         out, because the operator may not read them.
         """
         return tuple(Ref(kind, object_name(cluster_name, self.name)) for kind in self.kinds)
+
+    def group_refs(self, resource: Object, children: Mapping[Ref, Object]) -> Iterable[Ref] | None:
+        """References to the objects of all groups of pods that the spec asks for.
+
+        None: no groups exist, so their objects need no list. ``children``: the existing objects of ``refs``.
+        """
+        return None
 
     def foreign_pods(self, cluster_name: str) -> str:
         """Label selector of users' own pods to report on; empty: none."""

@@ -31,6 +31,8 @@ _NO_MODEL = re.compile(
     "HFValidationError|Invalid repository ID|RepositoryNotFoundError|is not a valid model identifier"
 )
 """Output of vLLM and SGLang for a model that does not exist."""
+_DENSE = "Non-MoE models do not support external data parallel mode"
+"""Output of vLLM for an engine over several nodes that has only one data-parallel rank on each."""
 
 
 def image_field(pod: Object, container: str) -> str:
@@ -41,7 +43,9 @@ def image_field(pod: Object, container: str) -> str:
 
 
 def model_field(output: str, observed: Observed) -> str:
-    """The field with the model's name, in brackets; empty: the output is not about a missing model."""
+    """The field to correct, in brackets; empty: the output is not about a missing or unfit model."""
+    if _DENSE in output:
+        return " (spec.engine.nodes: for a dense model, set spec.engine.replicas instead)"
     model = dig(observed.resource, "spec", "model", "name")
     return f" (spec.model.name is {model})" if model and _NO_MODEL.search(output) else ""
 

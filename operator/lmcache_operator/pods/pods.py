@@ -112,45 +112,33 @@ def _unplaced(pod: Object) -> Object:
     return condition if condition.get("status") == "False" else {}
 
 
-def next_eviction(
-    owner: Object | None, pods: Sequence[Object], template: Object, too_large: Sequence[Object] = ()
-) -> tuple[Object, ...]:
-    """The pod to replace now: one pod, or none.
-
-    Pods are replaced one at a time: none is evicted while a pod is missing, terminating, or new and not ready
-    yet. A spec that can't run therefore stops after one pod, and the other pods keep serving. Outdated pods
-    that are not ready come first, then the order of ``pods`` decides.
-
-    Pods of ``too_large`` have no node and serve nothing. They are replaced without waiting for other pods.
-    """
-    outdated = [pod for pod in pods if is_outdated(pod, template)]
-    if owner is None or not (outdated or too_large):
-        return ()
-    # Before the controller has observed the new template, it would recreate the old pod.
+def is_unseen(owner: Object, template: Object) -> bool:
+    """Whether a StatefulSet's controller has not observed the template, and would recreate an old pod."""
     observed_generation = owner.get("status", {}).get("observedGeneration", 0)
-    is_unseen = observed_generation < owner["metadata"].get("generation", 0)
-    if is_unseen or is_outdated(owner["spec"]["template"], template):
-        return ()
-    if too_large:
-        return (too_large[0],)
-    is_moving = any(
-        "deletionTimestamp" in pod["metadata"] or not (is_ready(pod) or pod in outdated) for pod in pods
-    )
-    is_missing = len(pods) < owner["spec"]["replicas"]
-    return () if is_missing or is_moving else (min(outdated, key=is_ready),)
+    is_old = observed_generation < owner["metadata"].get("generation", 0)
+    return is_old or is_outdated(owner["spec"]["template"], template)
 
 
 def incomplete_sets(observed: Observed) -> Iterator[tuple[Object, list[Object]]]:
     """StatefulSets with too few pods, each with its existing pods."""
-    for ref, owner in observed.children.items():
-        pods = [pod for pod in observed.pods if controller_uid(pod) == owner["metadata"]["uid"]]
-        if ref.kind == "StatefulSet" and len(pods) < owner["spec"].get("replicas", 0):
-            yield owner, pods
+    pods = pods_by_owner(observed)
+    for owner in (child for ref, child in observed.children.items() if ref.kind == "StatefulSet"):
+        existing = pods.get(owner["metadata"]["uid"], [])
+        if len(existing) < owner["spec"].get("replicas", 0):
+            yield owner, existing
+
+
+def pods_by_owner(observed: Observed) -> dict[str | None, list[Object]]:
+    """The pods of each StatefulSet, by its uid. A cluster may have 500 sets and 1,000 pods."""
+    pods: dict[str | None, list[Object]] = {}
+    for pod in observed.pods:
+        pods.setdefault(controller_uid(pod), []).append(pod)
+    return pods
 
 
 def pod_problems(observed: Observed) -> Iterable[Problem]:
     """Why pods are missing or not ready: one problem per reason, which quotes the first pod."""
-    unready = (problem for pod in observed.pods for problem in _unready(observed, pod))
+    unready = (problem for pod in _causes_first(observed.pods) for problem in _unready(observed, pod))
     missing = (Problem("FailedCreate", event.get("message", "")) for event in creation_failures(observed))
     return _first_of_each((*missing, *unready))
 
@@ -241,7 +229,7 @@ def _stuck(observed: Observed, pod: Object) -> Iterator[Problem]:
 
 def first_crash(observed: Observed) -> str:
     """A container that failed once and starts again, which is no problem yet; empty if none did."""
-    for pod in observed.pods:
+    for pod in _causes_first(observed.pods):
         endings = {} if is_ready(pod) else _relevant_endings(observed, pod)
         for container in _containers(pod):
             ended = endings.get(container["name"])
@@ -279,6 +267,17 @@ def _ended(pod: Object) -> Iterator[tuple[Object, Object]]:
         now, before = (container.get(state, {}).get("terminated") for state in ("state", "lastState"))
         if ended := now or before:
             yield container, ended
+
+
+def _causes_first(pods: Sequence[Object]) -> list[Object]:
+    """The pods. Those that another pod of their engine prevents from being placed or started come last."""
+
+    def is_consequence(pod: Object) -> bool:
+        outputs = (ended.get("message") or "" for _, ended in _ended(pod))
+        waits = "minCount pods from a gang" in condition_of(pod, "PodScheduled").get("message", "")
+        return waits or any("\nerror: part " in f"\n{output}" for output in outputs)
+
+    return sorted(pods, key=is_consequence)
 
 
 def _is_oom(ended: Object) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
@@ -111,6 +112,7 @@ def resizing(pods: Iterable[Object], wanted: int, num_gpus: int, now: datetime) 
     begun, starts = list[Resize](), list[Resize]()
     waits, fixed, followed = list[str](), list[str](), list[str]()
     refused = list[tuple[str, RefusedResize]]()
+    running, sizes = list[tuple[Object, _Memory, int]](), dict[str, int]()
     num_pods = num_growing = 0
     for pod in sorted(pods, key=lambda pod: str(pod["metadata"]["name"])):
         num_pods += 1
@@ -127,17 +129,36 @@ def resizing(pods: Iterable[Object], wanted: int, num_gpus: int, now: datetime) 
             if memory.annotated >= target:
                 continue  # the tier has shrunk, and its sidecar keeps memory that it can't release
             target = memory.annotated
-        step = _next_step(pod, memory, target, now)
+        running.append((pod, memory, target))
+        # Requests reach all pods of an engine alike, so it has the largest size that all of them can have.
+        sizes[_engine_of(pod)] = min(target, sizes.get(_engine_of(pod), target))
+    waiting = {
+        engine
+        for pod, memory, _ in running
+        if memory.annotated < (size := sizes[engine := _engine_of(pod)])
+        and memory.granted < _limit(size, memory.num_gpus)
+    }
+    for pod, memory, target in running:
+        engine = _engine_of(pod)
+        target = min(target, max(sizes[engine], memory.annotated))
+        step = _next_step(pod, memory, target, now, can_grow=engine not in waiting)
         if isinstance(step, str):
-            waits += [f"pod {name}: {step}"] if step else []
+            waits += [f"pod {pod['metadata']['name']}: {step}"] if step else []
             num_growing += bool(step) and memory.annotated < target
         elif step.is_start:
             starts.append(step)
         else:
             begun.append(step)
             num_growing += memory.annotated < target
-    budget = max(0, ceil_div(num_pods, _PODS_PER_START) - num_growing)
+    # An engine whose pods started one after another would wait for its own pods.
+    num_together = max(Counter(_engine_of(pod) for pod, *_ in running).values(), default=1)
+    budget = max(0, max(ceil_div(num_pods, _PODS_PER_START), num_together) - num_growing)
     return Resizing((*begun, *starts), budget, tuple(waits), tuple(refused), tuple(followed), tuple(fixed))
+
+
+def _engine_of(pod: Object) -> str:
+    """The group of a pod, or the name of a pod without a group."""
+    return str((pod["metadata"].get("labels") or {}).get(names.GROUP_LABEL, pod["metadata"]["name"]))
 
 
 def initial_bytes(pod_or_template: Object) -> int:
@@ -159,8 +180,11 @@ def refuse(pod: Object, num_bytes: int, message: str, now: datetime) -> Resize:
     return Resize(pod, num_bytes, {names.RESIZE_REFUSED: json.dumps(record)} | size)
 
 
-def _next_step(pod: Object, memory: _Memory, target: int, now: datetime) -> Resize | str:
-    """The next step of a pod; or, if it has to wait, a sentence on the reason; or "" if nothing is due."""
+def _next_step(pod: Object, memory: _Memory, target: int, now: datetime, *, can_grow: bool) -> Resize | str:
+    """The next step of a pod; or, if it has to wait, a sentence on the reason; or "" if nothing is due.
+
+    ``can_grow``: whether all pods of the engine have the memory for it.
+    """
     annotate = Resize(pod, target, {names.MEMORY_SIZE: f"{target}"})
     if target < memory.annotated:
         return annotate
@@ -177,7 +201,7 @@ def _next_step(pod: Object, memory: _Memory, target: int, now: datetime) -> Resi
         return Resize(pod, target, None, amounts, None if is_safe else target, is_start)
     if target > memory.annotated:
         if memory.granted >= limit:
-            return annotate
+            return annotate if can_grow else "waiting until the other pods of its engine have the memory, too"
         message = _refused(pod, now - resized_at if resized_at else timedelta())
         return refuse(pod, target, message, now) if message else "waiting for the kubelet to grant the memory"
     is_granted = memory.granted in (0, memory.limit) or not is_begun

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from secrets import token_urlsafe
 
 from lmcache_operator import metrics
@@ -69,7 +70,9 @@ class Applier:
                 self._note_repair(plan, ref, is_new=uid is None)
                 self.contests.note_write(ref, rendering(wanted), self.time, is_repair=bool(plan.lost[ref]))
             elif not is_unused_by_pods(ref, self.key.name):
-                plan = halted(plan)
+                # No pod of another engine waits for a StatefulSet that cannot be created.
+                is_new_set = uid is None and ref.kind == "StatefulSet"
+                plan = replace(halted(plan), evict=plan.evict if is_new_set else ())
                 break
         for ref in plan.delete:
             uid = observed.children[ref]["metadata"]["uid"]
@@ -82,11 +85,14 @@ class Applier:
                 message = f"deleted pod {name} by force, because its node {node} is lost"
                 self.events.append(Event("Warning", "NodeLost", message))
         for pod in plan.evict:
-            ref = Ref("pod", pod["metadata"]["name"])
-            call = self.api.evict(self.key.namespace, ref.name, pod["metadata"]["uid"])
-            if await self._attempt("evict", ref, call):
-                message = f"evicted pod {ref.name}, because it does not match the spec"
-                self.events.append(Event("Normal", "Replacing", message))
+            ref, uid = Ref("pod", pod["metadata"]["name"]), pod["metadata"]["uid"]
+            # The others of an engine over several nodes end with the first pod. If they were only evicted, a
+            # budget would keep them among the endpoints, and they would answer new requests with nothing.
+            evict = partial(self.api.delete, POD) if pod is not plan.evict[0] else self.api.evict
+            if not await self._attempt("evict", ref, evict(self.key.namespace, ref.name, uid)):
+                break
+            message = f"evicted pod {ref.name}, because it does not match the spec"
+            self.events.append(Event("Normal", "Replacing", message))
 
         await self._resize_pods(plan, observed.now)
 

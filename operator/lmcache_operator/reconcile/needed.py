@@ -31,7 +31,7 @@ of_cluster = partial(
     _picked,
     fields={
         "metadata": _all("name"),
-        "spec": {"engine": _all("replicas"), "tiers": {"peers": _REFERENCE, "remote": _REFERENCE}},
+        "spec": {"engine": _all("nodes", "replicas"), "tiers": {"peers": _REFERENCE, "remote": _REFERENCE}},
         "status": _all("readyReplicas", "replicas") | {"remote": _all("evicted", "usedBytes")},
     },
 )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from datetime import datetime
 from decimal import Decimal
-from itertools import chain
+from functools import partial
+from itertools import chain, islice
 
 from lmcache_operator.contract.base import Component, Observed
 from lmcache_operator.errors import ApiError, RefusedError
@@ -22,9 +23,11 @@ from lmcache_operator.reconcile.needed import of_cluster, of_event, of_node, of_
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import BY_NAME, CLUSTER, EVENT, NODE, POD, Ref, controller_uid, is_child
 from lmcache_operator.specs.merge import dig
-from lmcache_operator.specs.names import selector_text
+from lmcache_operator.specs.names import group_number, selector_text
 from lmcache_store.common.units import parse_quantity
 
+_MAX_READS = 16
+"""Largest number of objects of groups that are read by name."""
 _NODES_SECONDS = 300.0
 
 
@@ -41,13 +44,21 @@ async def observe(
     Children in ``absent`` are known not to exist and are not read.
     """
     namespace, name = (resource["metadata"][key] for key in ("namespace", "name"))
-    refs = component.refs(name)
-    read = [ref for ref in refs if ref not in absent]
-    objects = await asyncio.gather(*(api.get(BY_NAME[ref.kind], namespace, ref.name) for ref in read))
-    live = {ref: child for ref, child in zip(read, objects, strict=True) if child is not None}
+    refs, labels = component.refs(name), selector_text(name, component.name)
+    is_of_group = partial(_is_of_group, component, name)
+    live, kinds = await _read(api, namespace, [ref for ref in refs if ref not in absent]), list[str]()
+    if (wanted := component.group_refs(resource, live)) is not None:
+        kinds = [k for k in component.group_kinds if k != "PodGroup" or await api.serves(BY_NAME[k])]
+        for kind in kinds:
+            listed = await api.find(BY_NAME[kind], namespace, labelSelector=labels)
+            named = {Ref(kind, child["metadata"]["name"]): child for child in listed}
+            live |= {ref: child for ref, child in named.items() if is_of_group(ref)}
+        # An object that the lists lack may have another owner, or may have lost its labels. If a later one
+        # exists, the API server refuses to create it, and the next reconciliation reads it.
+        lacking = (ref for ref in wanted if ref.kind in kinds and ref not in live)
+        live |= await _read(api, namespace, [*islice(lacking, _MAX_READS)])
     children = {ref: child for ref, child in live.items() if is_child(child, resource)}
     owners = {child["metadata"]["uid"] for ref, child in children.items() if ref.kind == "StatefulSet"}
-    labels = selector_text(name, component.name)
     pods = await api.find(POD, namespace, of_pod, labelSelector=labels) if owners else ()
     foreign = component.foreign_pods(name)
     foreign_pods = await api.find(POD, namespace, of_pod, labelSelector=foreign) if foreign else ()
@@ -61,15 +72,16 @@ async def observe(
         pods=tuple(pod for pod in pods if controller_uid(pod) in owners),
         foreign_pods=tuple(foreign_pods),
         users=tuple(user for user in clusters if component.referred(user) == name),
-        contested={ref: paths for ref, paths in contested.items() if ref in refs},
+        serves_pod_groups="PodGroup" in kinds,
+        contested={ref: paths for ref, paths in contested.items() if ref in refs or is_of_group(ref)},
         now=now,
     )
     observed = await _with_nodes(api, observed)
-    # Events are read only while a pod is missing or not ready, and for one such pod. A pod without a started
-    # container is preferred, because only Events explain its state.
+    # Events are read only while a pod is missing or not ready, and for one such set and one such pod. A pod
+    # without a started container is preferred, because only Events explain its state.
     staying = [pod for pod in observed.pods if "deletionTimestamp" not in pod["metadata"]]
     unready = sorted((pod for pod in staying if not is_ready(pod)), key=has_started)[:1]
-    about = [*(owner for owner, _ in incomplete_sets(observed)), *unready]
+    about = [*(owner for owner, _ in islice(incomplete_sets(observed), 1)), *unready]
     selectors = [f"involvedObject.uid={item['metadata']['uid']},type=Warning" for item in about]
     # Without a storage class, the Event that explains an unbound claim has type Normal.
     claims = [claim for pod in unready for claim in claim_names(pod)]
@@ -78,6 +90,16 @@ async def observe(
     ]
     lists = [await api.find(EVENT, namespace, of_event, fieldSelector=each) for each in selectors]
     return replace(observed, warnings=tuple(chain.from_iterable(lists)))
+
+
+def _is_of_group(component: Component, cluster_name: str, ref: Ref) -> bool:
+    return ref.kind in component.group_kinds and group_number(cluster_name, ref.name) is not None
+
+
+async def _read(api: KubeApi, namespace: str, refs: Sequence[Ref]) -> dict[Ref, Object]:
+    """The objects that exist."""
+    objects = await asyncio.gather(*(api.get(BY_NAME[ref.kind], namespace, ref.name) for ref in refs))
+    return {ref: child for ref, child in zip(refs, objects, strict=True) if child is not None}
 
 
 class LargestNodes:

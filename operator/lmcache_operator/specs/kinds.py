@@ -58,15 +58,18 @@ CHILDREN = (
     Kind("", "v1", "Service", "services"),
     Kind("networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies"),
     Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets"),
+    Kind("scheduling.k8s.io", "v1alpha2", "PodGroup", "podgroups"),
     Kind("apps", "v1", "StatefulSet", "statefulsets"),
     Kind("apps", "v1", "Deployment", "deployments"),
     Kind("rbac.authorization.k8s.io", "v1", "Role", "roles"),
     Kind("rbac.authorization.k8s.io", "v1", "RoleBinding", "rolebindings"),
     Kind("resource.k8s.io", "v1", "ResourceClaimTemplate", "resourceclaimtemplates"),
-    CERTIFICATE := Kind("cert-manager.io", "v1", "Certificate", "certificates"),
+    Kind("cert-manager.io", "v1", "Certificate", "certificates"),
     PROFILE := Kind(GROUP, VERSION, PROFILE_KIND, PROFILE_PLURAL),
 )
 BY_NAME = {kind.kind: kind for kind in (CLUSTER, SECRET, *CHILDREN)}
+OPTIONAL = (BY_NAME["Certificate"], BY_NAME["PodGroup"])
+"""Children that an API server may not serve."""
 
 
 def ref_of(rendered: Object) -> Ref:

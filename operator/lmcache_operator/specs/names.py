@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import Any
 
 from lmcache_operator import __version__
@@ -79,6 +80,15 @@ SIDECAR_PORT = 9464
 EVENTS_PORT = 5557
 """Port of an engine's KV events. Only the router may connect."""
 
+GROUP = "group"
+"""The Secret of the links between the pods of an engine over several nodes."""
+GROUP_LABEL = "lmcache.io/group"
+"""On the pods of an engine over several nodes: number of the engine."""
+GROUP_PORT = 9466
+"""Port on which the launchers of such pods watch one another. Only pods of the same engine may connect."""
+GROUP_READY_PORT = 9467
+"""Port of a launcher that is open while all pods of its engine serve. Only the kubelet connects."""
+
 PREFILL = "prefill"
 """Component: the LMCacheCluster of the pods that only compute prompts."""
 
@@ -94,6 +104,22 @@ PEERS_PORT = 9465
 def object_name(cluster_name: str, component: str) -> str:
     """Name of all objects of a component, except for those that other functions name."""
     return f"{cluster_name}-{component}"
+
+
+def group_name(cluster_name: str, number: int | str) -> str:
+    """Name of the objects of one engine over several nodes."""
+    return f"{object_name(cluster_name, ENGINE)}-{number}"
+
+
+def group_number(cluster_name: str, name: str) -> int | None:
+    """Number of the engine over several nodes that an object belongs to by its name; None: none."""
+    match = re.fullmatch(group_name(cluster_name, "(0|[1-9][0-9]{0,3})(-[0-9]+-pods)?"), name)
+    return int(match[1]) if match else None
+
+
+def pod_group_name(cluster_name: str, number: int, num_pods: int) -> str:
+    """Name of the PodGroup of one engine over several nodes. Its number of pods is immutable."""
+    return f"{group_name(cluster_name, number)}-{num_pods}-pods"
 
 
 def secret_name(cluster_name: str, purpose: str, uid: str) -> str:

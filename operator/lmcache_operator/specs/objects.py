@@ -40,6 +40,7 @@ class Probe(TypedDict, total=False):
     failureThreshold: int
     httpGet: dict[str, Any]
     periodSeconds: int
+    tcpSocket: dict[str, int]
     terminationGracePeriodSeconds: int
     timeoutSeconds: int
 
@@ -93,6 +94,8 @@ class PodSpec(TypedDict, total=False):
     priorityClassName: str
     resourceClaims: list[dict[str, str]]
     runtimeClassName: str
+    schedulerName: str
+    schedulingGroup: dict[str, str]
     securityContext: dict[str, Any]
     serviceAccountName: str
     terminationGracePeriodSeconds: int

@@ -1,12 +1,12 @@
 """Access to the example's LMCacheCluster, and to the operator's effects on it."""
 
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from lmcache_operator.specs.names import HEARTBEAT_MANAGER
 from testing.kube.api import Object
 from testing.kube.audit import Request
-from testing.kube.cluster import Cluster
+from testing.kube.cluster import FAKE_NODE, Cluster
 from tests.harness.kube import CLUSTERS, NAME, Operator
 
 ENGINE = f"{NAME}-engine"
@@ -40,6 +40,17 @@ def set_running(plane: Cluster, namespace: str, pod: str, address: str, *, is_re
     ready = [{"type": "Ready", "status": str(is_ready)}]
     status = {"phase": "Running", "podIP": address, "podIPs": [{"ip": address}], "conditions": ready}
     plane.api.patch("v1/pods", f"{pod}/status", {"status": status}, namespace)
+
+
+def lose(plane: Cluster, node: str, namespace: str, pod: str, minutes: float) -> None:
+    """Write what controllers write for a node without heartbeat since ``minutes``, and for a pod on it."""
+    plane.api.patch("v1/nodes", node, {"metadata": {"annotations": {FAKE_NODE: None}}})
+    since = (datetime.now(UTC) - timedelta(minutes=minutes)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    times = {"lastTransitionTime": since, "lastHeartbeatTime": since}
+    unknown = {"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown"}
+    plane.api.patch("v1/nodes", f"{node}/status", {"status": {"conditions": [unknown | times]}})
+    unready = {"type": "Ready", "status": "False", "reason": "NodeNotReady", "lastTransitionTime": since}
+    plane.api.patch("v1/pods", f"{pod}/status", {"status": {"conditions": [unready]}}, namespace)
 
 
 def pods(plane: Cluster, namespace: str) -> dict[str, Object]:

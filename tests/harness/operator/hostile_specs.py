@@ -48,7 +48,7 @@ _ADMITTED = {
     "resources of the pod itself": "engine.env[].valueFrom.resourceFieldRef",
     "an amount: a ResourceQuota limits it": """
         engine.gpu.count engine.prefill.gpu.count engine.prefill.replicas engine.prefill.resources
-        engine.replicas engine.resources engine.sharedMemorySize router.replicas router.resources
+        engine.nodes engine.replicas engine.resources engine.sharedMemorySize router.replicas router.resources
         tenants.named[].lowerTierBytes tiers.memory.size tiers.remote.managed.memoryPerShard
         tiers.remote.managed.resources tiers.remote.managed.shards
     """,
@@ -62,7 +62,7 @@ _ADMITTED = {
     "code in a pod without a ServiceAccount token: an engine's image is any code": "engine.image",
     "choice of nodes: a ResourceQuota and the scheduler limit it": """
         engine.nodeSelector engine.prefill.nodeSelector engine.prefill.tolerations engine.tolerations
-        engine.topologySpreadConstraints tiers.remote.managed.nodeSelector
+        engine.topologyKey engine.topologySpreadConstraints tiers.remote.managed.nodeSelector
         tiers.remote.managed.tolerations
     """,
     "a PriorityClass: a ResourceQuota limits it": """

@@ -107,7 +107,7 @@ def refused_pods() -> list[tuple[dict[str, Any], str, str]]:
     nameless = pod_with({"annotations": {"lmcache.io/container": ""}})
     variables = {"PYTHONPATH": "/opt/lmcache/client", "PYTHONHASHSEED": "0"}
     return [
-        (pod_with(_GROUP), spec, "an engine of several pods can't have a cache"),
+        (pod_with(_GROUP), spec, "an engine of several pods gets no"),
         (pod_with(hostNetwork=True), f"{spec}.hostNetwork", "each sidecar needs port 9464"),
         (memory, f"{spec}.resources", "set resources for each cont"),
         (pod_with(volumes=[volume]), spec, "begin with lmcache- are reserved for the cache"),

@@ -106,6 +106,7 @@ class World:
         self.replaced: set[Ref] = set()
         """Objects that are replaced by foreign objects while they are being deleted."""
         self.is_namespace_ending = False
+        self.serves_pod_groups = False
         self.evictions_allowed = True
         self.stats: dict[str, Any] = {}
         """Answers of sidecars, by the IP addresses of their pods."""
@@ -129,6 +130,11 @@ class World:
         obj = self.resource if is_cluster else self.objects.get(Ref(kind.kind, name))
         return copy.deepcopy(obj)
 
+    async def serves(self, kind: Kind) -> bool:
+        assert kind.kind == "PodGroup"
+        self._raise_failure("serves")
+        return self.serves_pod_groups
+
     async def find(
         self, kind: Kind, namespace: str, part: Callable[[Object], Object] = copy.deepcopy, **selectors: str
     ) -> list[Object]:
@@ -149,7 +155,13 @@ class World:
         if name := fieldSelector.removeprefix("metadata.name="):
             return [pod for pod_name, pod in self.pods.items() if pod_name == name]
         labels = dict(pair.split("=") for pair in labelSelector.split(","))
-        return [pod for pod in self.pods.values() if labels.items() <= pod["metadata"]["labels"].items()]
+        children = [
+            {key: value for key, value in child.items() if key not in ("apiVersion", "kind")}  # as in lists
+            for ref, child in self.objects.items()
+            if ref.kind == kind.kind
+        ]
+        listed = [*self.pods.values()] if kind == POD else children
+        return [each for each in listed if labels.items() <= each["metadata"]["labels"].items()]
 
     async def is_ending(self, namespace: str) -> bool:
         return self.is_namespace_ending
@@ -193,8 +205,7 @@ class World:
     ) -> bool:
         self._raise_failure("delete", kind.kind)
         if kind == POD:
-            assert grace_seconds == 0
-            self.writes.append(f"delete by force {name}")
+            self.writes.append(f"delete by force {name}" if grace_seconds == 0 else f"delete pod {name}")
             return self.pods.pop(name)["metadata"]["uid"] == uid
         ref = Ref(kind.kind, name)
         if self.objects[ref]["metadata"]["uid"] != uid or ref in self.replaced:

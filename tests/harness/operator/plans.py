@@ -27,7 +27,8 @@ ENGINE = Engine()
 
 def observe(world: World, **more: Any) -> Observed:
     return Observed(**{
-        "resource": world.resource, "children": dict(world.objects), "pods": tuple(world.pods.values()),
+        "resource": world.resource, "pods": tuple(world.pods.values()),
+        "children": {ref: child for ref, child in world.objects.items() if ref.kind != "Secret"},
         "warnings": tuple(world.warnings), "now": EARLY,
     } | more)  # fmt: skip
 
@@ -103,7 +104,13 @@ _TIERS = {
 }
 specs = _object(
     {
-        "engine": _object(_ENGINE, replicas=st.integers(0, 3)),
+        "engine": st.builds(
+            lambda engine, nodes: (
+                engine | ({"nodes": nodes, "parallelism": {"data": nodes}} if nodes > 1 else {})
+            ),
+            _object(_ENGINE, replicas=st.integers(0, 3)),
+            st.sampled_from([1, 1, 2, 3]),
+        ),
         "sidecar": _object(_TRANSFER, chunkTokens=st.sampled_from([64, 256])),
         "tenants": st.sampled_from(_TENANTS),
         "tiers": _object(_TIERS, memory=_object({}, size=st.sampled_from(["1Gi", "1024Mi", "3Gi"]))),

@@ -34,8 +34,11 @@ def child_of(kind: str, *components: Component, context: Context = CONTEXT, **ch
 
 
 def template_of(context: Context = CONTEXT, **changes: Any) -> Object:
-    """Template of the engine pods."""
-    template: Object = children(context=context, **changes)[ENGINES]["spec"]["template"]
+    """Template of the engine pods, or of those of the first engine if each is a group of pods."""
+    rendered = children(context=context, **changes)
+    template: Object = next(rendered[ref] for ref in rendered if ref.kind == "StatefulSet")["spec"][
+        "template"
+    ]
     return template
 
 

@@ -109,6 +109,11 @@ def _obey_rules(spec: Object) -> None:
         if "deviceClassName" in gpu:
             gpu.pop("resourceName", None)
     engine.pop("parallelism", None)
+    if engine.get("nodes", 1) > 1 and engine.get("kind") != "SGLang" and "prefill" not in engine:
+        engine |= {"nodes": 2, "parallelism": {"data": 2}}
+    else:
+        engine.pop("nodes", None)
+        engine.pop("topologyKey", None)
     if engine.get("kind") == "SGLang":
         sidecar = spec.get("sidecar") or {}
         sidecar.pop("chunkTokens", None)

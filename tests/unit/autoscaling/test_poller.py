@@ -18,7 +18,7 @@ from aiohttp import web
 from lmcache_operator.autoscaling.intake.lookups import Intake
 from lmcache_operator.autoscaling.poller import Poller
 from lmcache_operator.components.registry import COMPONENTS
-from lmcache_operator.specs.kinds import ClusterKey
+from lmcache_operator.specs.kinds import ClusterKey, Ref
 from lmcache_operator.specs.names import RESIZE_REFUSED, SIDECAR
 from lmcache_store.curves import HASHES, Lookup
 from testing.workloads.requests import row_hash
@@ -118,6 +118,13 @@ async def test_report_uses_rollouts_and_refused_resizes_of_pods() -> None:
         assert situation.refusals == ((1 << 40, "pod pod-1: no free memory"),)
         assert situation.obstacle == ("Cooldown", "1 of 2 pods are ready and match the spec")
         assert report.status["memory"]["reason"]
+        pods[0]["status"]["conditions"] = pods[1]["status"]["conditions"]
+        (each,) = engine.children.values()
+        half = each | {"spec": each["spec"] | {"replicas": 1}}
+        groups = {Ref("StatefulSet", f"demo-engine-{number}"): half for number in range(2)}
+        engine = replace(engine, pods=pods, children=groups)
+        poller_rig.poller.report(KEY, {component.name: engine for component in COMPONENTS})
+        assert poller_rig.poller._watched[KEY].situation.obstacle is None, "two engines of one pod each"
 
 
 @in_a_loop

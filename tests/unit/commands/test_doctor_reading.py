@@ -152,6 +152,10 @@ def test_existing_stateful_set_shows_whether_pods_are_missing():
     pages = {ROOT: listing(cluster()).body, SETS: listing(live).body}
     (of_demo,) = read(pages, pods=(403, {"message": "exceeded quota: q"})).clusters
     assert [(trial.component, trial.num_missing) for trial in of_demo.trials] == [("engine", 0)]
+    incomplete = live | {"status": {"replicas": 0}}
+    pages[SETS] = listing(incomplete, live).body  # of an engine over several nodes, and of a complete one
+    (of_demo,) = read(pages, pods=(403, {"message": "exceeded quota: q"})).clusters
+    assert [(trial.component, trial.num_missing) for trial in of_demo.trials] == [("engine", 1)]
 
 
 def test_refusal_by_a_quota_is_unknown_if_stateful_sets_cannot_be_listed():

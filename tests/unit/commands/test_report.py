@@ -39,7 +39,7 @@ class ApiServer(JsonHandler):
             self.answer({"gitVersion": "v1.35.0"})
         elif last == "demo":
             self.answer(cluster())
-        elif last in ("v1", "v1alpha1"):
+        elif last in ("v1", "v1alpha1", "v1alpha2"):
             self.answer({"resources": [{"name": "configmaps"}]})
         else:
             self.answer({"items": self.items(url.path, query.get("labelSelector", ""))})

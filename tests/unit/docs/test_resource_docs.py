@@ -44,6 +44,9 @@ def test_each_example_is_accepted_alone() -> None:
         elif path == "spec.tenants.header":
             del changed["spec"]["engine"]["prefill"]
             changed["spec"]["router"]["policy"] = "PowerOfTwo"
+        elif name in ("nodes", "topologyKey"):
+            del changed["spec"]["engine"]["prefill"]
+            changed["spec"]["engine"] |= {"nodes": 2, "parallelism": {"tensor": 8, "data": 2}}
         for parent in parents:
             if parent.endswith("[]"):
                 part = part[parent.removesuffix("[]")][0]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from lmcache_operator.errors import UnavailableError
+from lmcache_operator.pods import pods
 from lmcache_operator.specs.kinds import Ref
 from tests.harness.operator.components import ReconciledCluster
 from tests.harness.operator.plans import STATEFUL_SET
@@ -48,6 +49,58 @@ def test_reconciliation_of_an_idle_cluster_reads_only_existing_children(bench: R
     assert not reads & {CLAIM, *REMOTE}
     assert reads > {STATEFUL_SET, SAVED_SIZES}
     assert len(bench.reads) == 12, "as docs/reference/benchmarks.md says"
+
+
+def test_groups_of_pods_are_listed_and_not_read_one_by_one() -> None:
+    engine = {"replicas": 5, "nodes": 2, "parallelism": {"data": 2}}
+    bench = ReadBench.settled(engine=engine)
+    reads = bench.reconciled_reads()
+    assert {Ref("StatefulSet", ""), Ref("NetworkPolicy", "")} < reads
+    assert len(bench.reads) == 13, "12 without the StatefulSet of single pods, and two lists"
+    bench.change(engine={"nodes": 1, "parallelism": {"data": 1}})
+    assert Ref("StatefulSet", "") not in bench.reconciled_reads()
+    assert len(bench.reads) == 12
+
+
+def test_new_cluster_needs_no_list_of_groups() -> None:
+    bench = ReadBench()
+    bench.world.failures["serves"] = AssertionError("a request more")
+    assert not {Ref("StatefulSet", ""), Ref("NetworkPolicy", "")} & bench.reconciled_reads()
+
+
+def test_reads_do_not_grow_with_the_number_of_engines(monkeypatch) -> None:
+    bench = ReconciledCluster.settled(engine={"replicas": 2, "nodes": 2, "parallelism": {"data": 2}})
+    calls: list[str] = []
+
+    def count(target: Any, name: str) -> None:
+        call = getattr(target, name)
+
+        def counted(*args: Any, **more: Any) -> Any:
+            calls.append(name)
+            return call(*args, **more)
+
+        monkeypatch.setattr(target, name, counted)
+
+    for target, name in ((bench.world, "get"), (bench.world, "find"), (pods, "controller_uid")):
+        count(target, name)
+
+    def used() -> dict[str, int]:
+        calls.clear()
+        bench.run()
+        return {name: calls.count(name) for name in ("get", "find")}
+
+    bench.world.change(engine={"replicas": 12})
+    few = used()
+    assert used()["find"] > few["find"], "the first run has created the sets, so the second one reads Events"
+    bench.settle()
+    bench.world.change(engine={"replicas": 40})
+    assert used() == few
+    assert used()["find"] <= few["find"] + 1, "Events of one set say why pods are missing"
+    bench.settle()
+    bench.run()
+    calls.clear()
+    bench.run()
+    assert calls.count("controller_uid") <= 10 * len(bench.world.pods)
 
 
 def test_changed_spec_makes_the_operator_read_all_children(bench: ReadBench) -> None:

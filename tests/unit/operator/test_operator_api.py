@@ -28,6 +28,10 @@ def managed(**shards: Any) -> dict[str, Any]:
     return {"tiers": {"remote": {"managed": SHARDS | shards}}}
 
 
+def nodes(number: int, tensor: int = 1, data: int = 1, **engine: Any) -> dict[str, Any]:
+    return {"engine": {"nodes": number, "parallelism": {"tensor": tensor, "data": data}, **engine}}
+
+
 def nested(num_levels: int) -> dict[str, Any]:
     """An object with this many levels of nested objects."""
     value: dict[str, Any] = {}
@@ -50,9 +54,19 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({"engine": {"replicas": 1001}}, "spec.engine.replicas", "at most 1000"),
     ({"engine": {"replicas": "2"}}, "spec.engine.replicas", "must be an integer, not '2'"),
     ({"engine": {"replicas": True}}, "spec.engine.replicas", "must be an integer, not True"),
-    ({"engine": {"gpu": {"count": 2}}}, "spec.engine", "tensor x pipeline x data must equal gpu.count"),
-    ({"engine": {"parallelism": {"data": 2}}}, "spec.engine", "x data must equal gpu.count"),
-    ({"engine": {"parallelism": {"data": 65}}}, "spec.engine.parallelism.data", "at most 64"),
+    ({"engine": {"gpu": {"count": 2}}}, "spec.engine", "x pipeline x data must equal nodes x gpu.count"),
+    ({"engine": {"parallelism": {"data": 2}}}, "spec.engine", "data must equal nodes x gpu.count"),
+    ({"engine": {"parallelism": {"data": 257}}}, "spec.engine.parallelism.data", "at most 256"),
+    (nodes(33), "spec.engine.nodes", "at most 32"),
+    (nodes(2), "spec.engine", "x data must equal nodes x gpu.count"),
+    (nodes(2, gpu={"count": 0}, data=3), "spec.engine", "parallelism.data must be a multiple of nodes"),
+    (nodes(2, gpu={"count": 8}, tensor=16), "spec.engine", "a rank over several pods is not cached yet"),
+    (nodes(2, gpu={"count": 6}, tensor=4, data=3), "spec.engine", "must have whole data-parallel ranks"),
+    (nodes(2, data=2, topologyKey="a/b/c"), "spec.engine.topologyKey", "does not match"),
+    ({"engine": {"topologyKey": "rack"}}, "spec.engine", "topologyKey needs nodes > 1"),
+    (nodes(2, data=2, kind="SGLang"), "spec", "engine.nodes needs engine.kind vLLM for now"),
+    (nodes(2, data=2, replicas=501), "spec.engine", "replicas x nodes must be at most 1000"),
+    (nodes(2, data=2, prefill={}), "spec.engine", "prefill pods span one node for now"),
     ({"engine": {"args": "--x"}}, "spec.engine.args", "must be a list"),
     ({"engine": {"args": [1]}}, "spec.engine.args[0]", "must be a string, not 1"),
     ({"engine": {"args": ["x" * 4097]}}, "spec.engine.args[0]", "too long: more than 4096 characters"),
@@ -210,6 +224,12 @@ def test_parse_refuses_invalid_image(image: str) -> None:
 )
 def test_parse_refuses_metadata_that_gives_children_invalid_names(metadata, path, sentence):
     refuse(cluster() | {"metadata": metadata}, path, sentence)
+
+
+def test_names_of_groups_fit_into_labels() -> None:
+    spec = cluster(**nodes(2, data=2))
+    parse(spec | {"metadata": {"name": "x" * 41}})
+    refuse(spec | {"metadata": {"name": "x" * 42}}, "metadata.name", "nodes > 1, metadata.name must have at")
 
 
 def test_declared_omits_fields_with_default_values() -> None:

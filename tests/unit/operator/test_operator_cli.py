@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lmcache_operator.__main__ import main
-from lmcache_operator.specs.names import PEERS, REMOTE, secret_name
+from lmcache_operator.specs.names import GROUP, PEERS, REMOTE, secret_name
 from lmcache_store.common.logs import formatter
 from tests.harness.operator.model import cluster
 
@@ -28,6 +28,11 @@ def has_peers(manifest: dict[str, Any]) -> bool:
     return "peers" in tiers_of(manifest)
 
 
+def has_groups(manifest: dict[str, Any]) -> bool:
+    """Whether engines spread over several nodes, for which the operator creates a Secret."""
+    return manifest["kind"] == "LMCacheCluster" and manifest["spec"].get("engine", {}).get("nodes", 1) > 1
+
+
 def tiers_of(manifest: dict[str, Any]) -> dict[str, Any]:
     """Tiers of a cluster; none for another object."""
     return dict(manifest["spec"]["tiers"]) if manifest["kind"] == "LMCacheCluster" else {}
@@ -42,7 +47,7 @@ def test_examples_contain_the_secrets_and_claims_that_they_use(example, capsys):
     rendered = capsys.readouterr().out
     for kind, field in (("Secret", "secretName"), ("PersistentVolumeClaim", "claimName")):
         existing = {manifest["metadata"]["name"] for manifest in objects if manifest["kind"] == kind}
-        for has_secret, component in ((has_shards, REMOTE), (has_peers, PEERS)):
+        for has_secret, component in ((has_shards, REMOTE), (has_peers, PEERS), (has_groups, GROUP)):
             existing |= {
                 secret_name(each["metadata"]["name"], component, "") for each in objects if has_secret(each)
             }

@@ -21,7 +21,7 @@ from tests.harness.operator.render import render
 SYSTEM = "lmcache-system"
 ENGINE, SIDECAR, EVENTS, PEERS, ROUTER_METRICS, OTHER = 8000, 9464, 5557, 9465, 29000, 12345
 RANK_EVENTS, AFTER_EVENTS = range(EVENTS, EVENTS + 8), EVENTS + 8
-PORTS = (ENGINE, SIDECAR, *RANK_EVENTS, AFTER_EVENTS, PEERS, ROUTER_METRICS, OTHER)
+PORTS = (ENGINE, SIDECAR, *RANK_EVENTS, AFTER_EVENTS, PEERS, ROUTER_METRICS, OTHER, names.GROUP_PORT)
 GATEWAY = {"podSelector": {"matchLabels": {"app": "gateway"}}}
 REMOTE_GATEWAY = {"namespaceSelector": {"matchLabels": {"team": "web"}}, **GATEWAY}
 
@@ -35,7 +35,15 @@ def made_pod(address: str, name: str, component: str) -> dict[str, Any]:
     return pod(address, labels=names.selector(name, component) | {names.PEERS_LABEL: NAME})
 
 
+def grouped_pod(address: str, number: int) -> dict[str, Any]:
+    """A pod of an engine over several nodes."""
+    return pod(address, labels=names.selector(NAME, names.ENGINE) | {names.GROUP_LABEL: f"{number}"})
+
+
 PODS = [
+    grouped_pod("engine-0-0", 0),
+    grouped_pod("engine-0-1", 0),
+    grouped_pod("engine-1-0", 1),
     made_pod("engine", NAME, names.ENGINE),
     made_pod("prefill", f"{NAME}-prefill", names.ENGINE),
     made_pod("router", NAME, names.ROUTER),
@@ -73,9 +81,9 @@ def reaching(target: str, changes: dict[str, Any]) -> dict[int, set[str]]:
     for line in rules(policies(changes), PODS, SPACES)[1:]:
         words = line.split()
         options = dict(zip(words[::2], words[1::2], strict=True))
-        if options["-d"] != target or options["-j"] != "RETURN" or options.get("-p") != "tcp":
+        if options["-d"] != target or options["-j"] != "RETURN" or options.get("-p", "tcp") != "tcp":
             continue
-        first, _, last = options["--dport"].partition(":")
+        first, _, last = options.get("--dport", "1:65535").partition(":")
         for port in PORTS:
             if int(first) <= port <= int(last or first):
                 reached[port] |= {options["-s"]} if "-s" in options else EVERYBODY
@@ -131,6 +139,20 @@ def test_only_the_router_reaches_the_events_of_a_data_parallel_rank(clients: Any
     rules_of_ranks = [len(each["spec"]["ingress"]) for each in policies(changes)]
     changes["engine"] |= {"gpu": {"count": 1}, "parallelism": {"data": 1}}
     assert rules_of_ranks == [len(each["spec"]["ingress"]) for each in policies(changes)]
+
+
+@pytest.mark.parametrize("clients", [None, [GATEWAY]])
+def test_only_pods_of_the_same_engine_reach_its_other_ports(clients: Any) -> None:
+    """vLLM's ports between nodes need no authentication."""
+    engine = {"replicas": 2, "nodes": 2, "parallelism": {"data": 2}}
+    changes = {"engine": engine, "router": {"policy": "KVAware"}} | ({"clients": clients} if clients else {})
+    reached = reaching("engine-0-1", changes)
+    members = {"engine-0-0", "engine-0-1"}
+    assert reached[names.GROUP_PORT] == reached[OTHER] == members
+    assert reached[EVENTS] == members | {"router"}
+    assert reached[ENGINE] == (EVERYBODY if clients is None else members | {"router", "gateway"})
+    lines = [line.split() for line in rules(policies(changes), PODS, SPACES)]
+    assert not any("udp" in words and "engine-0-1" in words for words in lines), "clients do not reach UDP"
 
 
 def test_udp_is_limited_like_tcp() -> None:

@@ -36,7 +36,7 @@ def test_operator_polls_only_pods_with_a_sidecar(rig: ReconciledCluster) -> None
     rig.answer(GOOD, GOOD)
     rig.run()
     assert (len(rig.world.pods), rig.world.num_stats_reads) == (3, 2)
-    assert rig.message("SidecarAttached") == "2 of 2 engines use their sidecars."
+    assert rig.message("SidecarAttached") == "2 of 2 engine pods use their sidecars."
 
 
 def test_unwanted_component_is_deleted_with_dependents_first(rig: ReconciledCluster) -> None:
@@ -116,6 +116,7 @@ def test_chart_grants_exactly_the_rights_that_components_need() -> None:
     verbs = ["get", "list", "watch", "create", "patch"]
     refs = {ref for component in COMPONENTS for ref in component.refs(NAME)}
     optional_kinds = {ref.kind for ref in refs - children(*COMPONENTS).keys()}
+    optional_kinds.update(*(component.group_kinds for component in COMPONENTS))
     assert rights == {
         (kind.group, kind.plural): [*verbs, "delete"] if kind.kind in optional_kinds else verbs
         for kind in kinds_of(COMPONENTS)

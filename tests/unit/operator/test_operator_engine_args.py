@@ -9,7 +9,7 @@ from lmcache_operator.api.parse import parse
 from lmcache_operator.components.engine.kinds.vllm import VLLM
 from lmcache_operator.errors import InvalidSpecError
 from tests.harness.operator.model import cluster
-from tests.harness.operator.render import pod_of
+from tests.harness.operator.render import env_of, pod_of
 
 
 def test_engine_without_gpus_gets_no_layout_of_its_kv() -> None:
@@ -49,16 +49,16 @@ def test_engine_leaves_gpu_memory_for_the_reader_of_the_sidecar() -> None:
         (["--por=1"], "--port can't be set"),
         (["--tensor-parallel=2"], "--tensor-parallel-size can't be set"),
         (["-t", "2"], "-tp can't be set: it is set by spec.engine.parallelism.tensor"),
-        (["-pc", "2"], "-pcp can't be set: an engine is one pod"),
+        (["-pc", "2"], "-pcp can't be set: the engine would run without its cache"),
         (["--kv-transfer-conf={}"], "--kv-transfer-config can't be set"),
         (["--kv-transfer-conf.kv_connector=X"], "--kv-transfer-config can't be set"),
-        (["--nn=2"], "an engine is one pod"),
-        (["-n", "2"], "an engine is one pod"),
-        (["--prefill-context-parallel-size=2"], "an engine is one pod"),
+        (["--nn=2"], "set only spec.engine.nodes"),
+        (["-n", "2"], "set only spec.engine.nodes"),
+        (["--prefill-context-parallel-size=2"], "the engine would run without its cache"),
         (["--data-parallel-size.x=2"], "--data-parallel-size can't be set: it is set by spec.engine.parall"),
-        (["--data_parallel_rank=1"], "--data-parallel-rank can't be set: one pod has all ranks, and its"),
-        (["-dpl=2"], "-dpl can't be set: one pod has all ranks"),
-        (["--data-parallel-ext"], "its server chooses among them: set only spec.engine.parallelism.data"),
+        (["--data_parallel_rank=1"], "--data-parallel-rank can't be set: the operator places"),
+        (["-dpl=2"], "-dpl can't be set: the operator places"),
+        (["--data-parallel-ext"], "the operator places the ranks: set only spec.engine.parallelism.data"),
         (["--data-parallel-backend=ray"], "Ray may start ranks in other pods: set only spec.engine"),
         (["--enable-elastic"], "--enable-elastic-ep can't be set: it changes the number of ranks while"),
         (["--uds=/tmp/engine.sock"], "expect the engine's HTTP server on a port"),
@@ -74,13 +74,13 @@ def test_engine_leaves_gpu_memory_for_the_reader_of_the_sidecar() -> None:
             ["--kv-transfer-config", '{"kv_role": "kv_producer"}'],
             "to split prefill and decode over pods, set",
         ),
-        (["-n2"], "an engine is one pod"),
-        (["-n+2"], "an engine is one pod"),
-        (["-r 1"], "an engine is one pod"),
-        (["-r0"], "an engine is one pod"),
-        (["--master-addr=h"], "an engine is one pod"),
-        (["--distributed-executor-backend=ray"], "can't be ray: an engine is one pod"),
-        (["--dist", "external_launcher"], "can't be external_launcher: an engine is one pod"),
+        (["-n2"], "set only spec.engine.nodes"),
+        (["-n+2"], "set only spec.engine.nodes"),
+        (["-r 1"], "set only spec.engine.nodes"),
+        (["-r0"], "set only spec.engine.nodes"),
+        (["--master-addr=h"], "set only spec.engine.nodes"),
+        (["--distributed-executor-backend=ray"], "can't be ray: to spread an engine over pods, set only"),
+        (["--dist", "external_launcher"], "can't be external_launcher: to spread an engine over pods"),
         (["--ssl-cert-reqs=2"], "the kubelet's probes have no certificate"),
         (["other/model"], "'other/model' belongs to no option"),
         (["--dtype=half", "other/model"], "'other/model' belongs to no option"),
@@ -161,6 +161,22 @@ TIMEOUT, GRACE = "--shutdown-timeout", "terminationGracePeriodSeconds"
 )
 def test_terminating_pod_has_time_for_requests_and_queued_writes(args, spec, expected):
     assert termination_of(args, spec) == expected
+
+
+@pytest.mark.parametrize(
+    ("grace", "expected"),
+    [({}, ("10", "60", 125)), ({GRACE: 300}, ("10", "235", 300)), ({GRACE: 10}, ("0", "0", 10))],
+)
+def test_all_pods_of_an_engine_serve_until_clients_know_of_a_drain(grace, expected) -> None:
+    """The launchers wait, so the pod that terminates begins at once."""
+    spec = pod_of(engine={"nodes": 2, "parallelism": {"data": 2}, "podTemplate": {"spec": grace}})
+    (engine,) = spec["containers"]
+    env = env_of(engine)
+    (timeout,) = (arg.partition("=")[2] for arg in engine["args"] if arg.startswith(TIMEOUT))
+    assert (env["LMCACHE_GROUP_NOTICE_SECONDS"], timeout, spec[GRACE]) == expected
+    assert env["LMCACHE_GROUP_SHUTDOWN_SECONDS"] == timeout
+    assert "lifecycle" not in engine
+    assert env["LMCACHE_GROUP_READY_PORT"] == f"{engine['readinessProbe']['tcpSocket']['port']}"
 
 
 def test_failed_liveness_probe_has_a_shorter_grace_period() -> None:

@@ -60,7 +60,11 @@ def test_inject_unpacks_a_list_of_kubectl() -> None:
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ({"kind": "LeaderWorkerSet"}, "kind LeaderWorkerSet: engines of several pods can't have a cache"),
+        (
+            {"kind": "LeaderWorkerSet"},
+            "it restarts a whole engine when a sidecar restarts: instead, set spec.eng",
+        ),
+        ({"kind": "RayService"}, "its engines have several pods: instead, set spec.engine.nodes"),
         ({"kind": "Pod"}, "Pod None.spec: must be an object, not None"),
         ({"kind": "Job", "metadata": {"name": "x"}, "spec": []}, "Job x: spec.template: must be an object"),
         (deployment(containers=[]), "spec.containers: annotation lmcache.io/container must name"),

@@ -77,6 +77,15 @@ def test_sidecars_read_the_list_and_know_their_own_entry(kind: str) -> None:
     assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
 
 
+def test_pods_of_engines_over_several_nodes_are_peers() -> None:
+    changes = with_peers()
+    changes["engine"] |= {"nodes": 2, "parallelism": {"data": 2}}
+    rig = Rig.settled(**changes)
+    assert rig.peers == [f"{name}.demo-engine.team.svc:9465" for name in sorted(rig.world.pods)]
+    for name, peer in zip(sorted(rig.world.pods), rig.peers, strict=True):
+        assert config_of(changes, name).peer_name == peer
+
+
 def ports_open_to(sources: list[Any] | None, changes: dict[str, Any]) -> list[tuple[int, int]]:
     policy = child_of("NetworkPolicy", **changes)["spec"]
     rules = [rule for rule in policy["ingress"] if rule.get("from") == sources]

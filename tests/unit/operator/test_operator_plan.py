@@ -41,7 +41,7 @@ def test_plans_converge(first: dict[str, Any], second: dict[str, Any]) -> None:
     for changed in (False, True):
         if changed:
             world.change(**second)
-        for _ in range(6):
+        for _ in range(12):
             due = plan(observe(world), IMAGES)
             assert due == plan(copy.deepcopy(observe(world)), IMAGES)
             if is_empty(due):

@@ -9,6 +9,7 @@ from lmcache_operator.specs import Object
 from tests.harness.operator.model import World
 from tests.harness.operator.plans import observe, settled_world
 
+_MODEL = " (spec.model.name is Qwen/Qwem): "
 POD, NOW = "demo-engine-0", "2025-12-31T23:59:00Z"
 
 
@@ -37,23 +38,25 @@ def test_image_that_cannot_be_pulled_is_named_with_its_field(
 
 
 @pytest.mark.parametrize(
-    ("output", "is_named"),
+    ("output", "field"),
     [
-        ("Value error, Invalid repository ID or local directory specified: '/modles'.", True),
-        ("huggingface_hub.errors.RepositoryNotFoundError: 404 Client Error.", True),
-        ("huggingface_hub.errors.HFValidationError: Repo id must be in the form 'namespace/name'", True),
-        ("OSError: x is not a local folder and is not a valid model identifier listed on", True),
-        ("ValueError: No available memory for the cache blocks.", False),
+        ("Value error, Invalid repository ID or local directory specified: '/modles'.", _MODEL),
+        ("huggingface_hub.errors.RepositoryNotFoundError: 404 Client Error.", _MODEL),
+        ("huggingface_hub.errors.HFValidationError: Repo id must be in the form 'namespace/name'", _MODEL),
+        ("OSError: x is not a local folder and is not a valid model identifier listed on", _MODEL),
+        ("ValueError: Non-MoE models do not support external data parallel mode. For external",
+         " (spec.engine.nodes: for a dense model, set spec.engine.replicas instead): "),
+        ("ValueError: No available memory for the cache blocks.", "engine: ended"),
     ],
-)
-def test_model_that_does_not_exist_is_named_with_its_field(output: str, is_named: bool) -> None:
+)  # fmt: skip
+def test_model_that_does_not_exist_or_fit_is_named_with_its_field(output: str, field: str) -> None:
     crash = {"exitCode": 1, "reason": "Error", "message": output, "finishedAt": NOW}
     world = settled_world()
     engine = {"name": "engine", "state": {"terminated": crash}, "restartCount": 2, "ready": False}
     world.pods[POD]["status"] = {"containerStatuses": [engine]}
     world.change(model={"name": "Qwen/Qwem"})
     (problem,) = problems(world)
-    assert (" (spec.model.name is Qwen/Qwem): " in problem.message) is is_named
+    assert field in problem.message
 
 
 @pytest.mark.parametrize(

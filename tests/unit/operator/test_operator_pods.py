@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from lmcache_operator.contract.conditions import Problem
+from lmcache_operator.pods.groups import next_eviction, singles
 from lmcache_operator.pods.output import last_error
 from lmcache_operator.pods.placement import unplaced_message
-from lmcache_operator.pods.pods import has_no_node, kill_problems, next_eviction, pod_problems, why_unplaced
+from lmcache_operator.pods.pods import has_no_node, kill_problems, pod_problems, why_unplaced
 from lmcache_operator.reconcile.needed import of_pod
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 from tests.harness.operator.model import World
@@ -344,10 +345,12 @@ def test_eviction_of_an_unplaced_pod_waits_only_for_the_template() -> None:
     owner, pods = world.objects[STATEFUL_SET], [*world.pods.values()]
     template = owner["spec"]["template"]
     pods[0]["status"] = {"conditions": [{"type": "Ready", "status": "False"}]}  # this pod loads its model
-    assert next_eviction(owner, pods, template, pods[1:]) == (pods[1],)
-    assert next_eviction(owner, pods[:2], template, [pods[1]]) == (pods[1],), "a missing pod blocks nothing"
+    assert next_eviction(singles(owner, pods), template, pods[1:]) == (pods[1],)
+    assert next_eviction(singles(owner, pods[:2]), template, [pods[1]]) == (pods[1],), (
+        "a missing pod blocks nothing"
+    )
     owner["metadata"]["generation"] += 1
-    assert next_eviction(owner, pods, template, pods[1:]) == (), "a new pod would have the old size"
+    assert next_eviction(singles(owner, pods), template, pods[1:]) == (), "a new pod would have the old size"
 
 
 def test_unplaced_pod_is_recreated_with_a_smaller_size() -> None:

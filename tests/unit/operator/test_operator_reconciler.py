@@ -275,7 +275,7 @@ def test_kopf_gets_handlers_that_write_nothing() -> None:
 
     registry = build_registry(KeyedQueue(work, num_workers=1), asyncio.Event().wait)
     assert isinstance(registry, kopf.OperatorRegistry)
-    kinds = {kind.kind for kind in kinds_of(COMPONENTS)} - {"Certificate"}
+    kinds = {kind.kind for kind in kinds_of(COMPONENTS)} - {"Certificate", "PodGroup"}
     assert "LMCacheCluster" in kinds, "that of prefill pods; all of them have one handler"
     assert len(registry._watching.get_all_handlers()) == len(kinds)
     assert not registry._changing.get_all_handlers()

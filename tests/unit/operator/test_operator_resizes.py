@@ -134,6 +134,40 @@ def test_at_most_a_tenth_of_pods_grow_at_a_time_and_all_shrink() -> None:
     assert set(limits(node).values()) == {SMALL_LIMIT}
 
 
+FIRST, SECOND = ("demo-engine-0-0", "demo-engine-0-1")
+
+
+def over_two_nodes() -> Node:
+    """An engine of two pods, whose tiers are to grow, and which have asked for the memory."""
+    node = Node(nodes=2, parallelism={"data": 2})
+    node.declare("2Gi")
+    assert node.operate() == [
+        "apply StatefulSet demo-engine-0", f"resize {FIRST}", f"resize {SECOND}",
+    ]  # fmt: skip
+    return node
+
+
+def test_tiers_of_an_engine_over_several_nodes_grow_together() -> None:
+    node = over_two_nodes()
+    node.answer(FIRST)
+    assert node.operate() == []
+    assert "waiting until the other pods" in condition(node.status(), "Progressing")[2]
+    node.answer(SECOND)
+    assert node.operate() == [f"annotate {FIRST}", f"annotate {SECOND}"]
+    assert set(annotated_sizes(node).values()) == {LARGE}
+
+
+def test_engine_over_several_nodes_has_the_size_that_all_its_pods_can_have() -> None:
+    node = over_two_nodes()
+    node.answer(FIRST)
+    node.answer(SECOND, "Infeasible")
+    assert node.operate() == [f"annotate {SECOND}"], "its refusal"
+    assert node.operate() == [f"resize {FIRST}", f"resize {SECOND}"]
+    assert limits(node) == {FIRST: SMALL_LIMIT, SECOND: SMALL_LIMIT}
+    assert set(annotated_sizes(node).values()) == {SMALL}
+    assert "ResizeInfeasible" in condition(node.status(), "Degraded")
+
+
 def test_pod_that_cannot_resize_does_not_block_the_others() -> None:
     node = Node(replicas=3)
     node.sidecars[POD].is_silent = True

@@ -106,6 +106,9 @@ def test_invalid_clusters_of_other_users_do_not_break_the_list() -> None:
     odd = another(tiers={"peers": {"clusterRef": {"name": "demo"}}}, engine={"replicas": 10**9})
     rig = Rig.settled(odd, engine={"replicas": 1}, tiers={"peers": {}})
     assert rig.num_listed() == {"demo-engine": 1, "other-engine": 999}
+    odd["spec"]["engine"] = {"nodes": 10**9}
+    rig.settle()
+    assert rig.num_listed() == {"demo-engine": 1, "other-engine-0": 999}
     rig.other = odd | {"spec": {"tiers": {"peers": {"clusterRef": "demo"}}}}
     rig.settle()
     assert rig.num_listed() == {"demo-engine": 1}

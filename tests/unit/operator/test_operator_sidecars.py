@@ -39,7 +39,7 @@ class Rig(ReconciledCluster):
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [
-        ([GOOD, GOOD], ("True", "Attached", "2 of 2 engines use their sidecars.")),
+        ([GOOD, GOOD], ("True", "Attached", "2 of 2 engine pods use their sidecars.")),
         (
             [GOOD, BAD],
             (
@@ -54,7 +54,7 @@ class Rig(ReconciledCluster):
             [GOOD, GOOD | {"attach_refusal": "the scheduler is refused: stop those engines"}],
             (
                 "False", "EngineNotAttached",
-                "1 of 2 engines serve without their cache. First: pod demo-engine-1: the scheduler is"
+                "1 of 2 engine pods serve without their cache. First: pod demo-engine-1: the scheduler is"
                 " refused: stop those engines. See the log of this pod.",
             ),
         ),
@@ -111,9 +111,9 @@ PARTS = {
     "KVShared": (
         {"private_reason": "", "disk": {}, "remote": {"is_reachable": True}},
         {"private_reason": "block hashes have a random seed", "remote": {"is_reachable": True}},
-        ("True", "Shared", "Lower tiers can hold the KV of all 1 engines."),
+        ("True", "Shared", "Lower tiers can hold the KV of all 1 engine pods."),
         "KVPrivate",
-        "1 of 2 engines share no KV, so only the memory of their pods holds it. First: pod demo-engine-1: "
+        "1 of 2 engine pods share no KV, so only their own memory holds it. First: pod demo-engine-1: "
         "block hashes have a random seed.",
     ),
 }

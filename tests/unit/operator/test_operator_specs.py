@@ -53,6 +53,10 @@ ENCRYPTED_TIERS = {
     "disk": {"size": "500Gi", "encryption": {"secretRef": {"name": "disk-keys"}}},
     "remote": {"external": {"url": URL}, "encryption": {"secretRef": {"name": "kv-keys"}}},
 }
+NODES = {
+    "replicas": 2, "nodes": 2, "topologyKey": "rack", "gpu": {"count": 8},
+    "parallelism": {"tensor": 4, "data": 4, "expert": True},
+}  # fmt: skip
 TENANTS = [
     {"name": "search", "saltSecretRef": {"name": "search-salt"}, "minMemoryPercent": 20},
     {"name": "batch", "saltHash": "0" * 64, "lowerTierBytes": "100Gi", "priority": -100},
@@ -62,6 +66,7 @@ CASES = {
     "minimal": {},
     "full": FULL,
     "peers": {"engine": {"replicas": 2}, "tiers": {"peers": {"bytesPerSecond": "1Gi"}}},
+    "nodes": {"engine": NODES},
     "sglang": {"engine": {"kind": "SGLang"}},
     "encrypted": {"tiers": ENCRYPTED_TIERS},
     "tenants": {"tenants": {"header": True, "default": {"memoryPercent": 30}, "named": TENANTS}},

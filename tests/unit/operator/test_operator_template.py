@@ -52,13 +52,14 @@ ENCRYPTED = {"tiers": {"remote": KEYS}}
         (sidecar_env("LMCACHE_ADMIT"), "sets LMCACHE_ADMIT of the container sidecar: it is set"),
         (sidecar_env("LMCACHE_SOCKET"), "so that engine, sidecar and operator find each other"),
         (sidecar_env("LMCACHE_DISK_SIZE"), "it is set by spec.tiers.disk"),
-        (template(env=[{"name": "VLLM_DP_SIZE", "value": "2"}]), "an engine is one pod"),
+        (template(env=[{"name": "VLLM_DP_SIZE", "value": "2"}]), "set only spec.engine.nodes"),
         (template(resources={"limits": {"nvidia.com/gpu": 2}}), "resources.limits.nvidia.com/gpu"),
         (template(resources={"limits": None}), "resources.limits"),
         (pod("x"), "spec"),
         (pod({"containers": [{"name": ["engine"]}]}), "spec.containers"),
         ({"engine": {"podTemplate": {"metadata": {"labels": {"lmcache.io/cluster": "x"}}}}}, "labels"),
         ({"engine": {"podTemplate": {"metadata": {"labels": {"lmcache.io/peers": "x"}}}}}, "tiers.peers"),
+        ({"engine": {"podTemplate": {"metadata": {"labels": {"lmcache.io/group": "0"}}}}}, "engine.nodes"),
     ],
 )  # fmt: skip
 def test_pod_template_that_breaks_the_cache_is_refused(changes: dict[str, Any], expected: str) -> None:
@@ -124,6 +125,12 @@ def test_limit_replaces_the_default_request_in_both_places() -> None:
     assert container(spec, "sidecar")["resources"] == container(pod_of(), "sidecar")["resources"]
 
 
+def test_variable_with_an_empty_value_may_have_a_source() -> None:
+    """Kubernetes accepts it, and uses the source."""
+    variable = {"name": "POD", "value": "", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
+    assert variable in pod_of(engine={"env": [variable]})["containers"][0]["env"]
+
+
 def with_pod(engine: dict[str, Any], **spec: Any) -> dict[str, Any]:
     return engine | pod(spec)["engine"]
 
@@ -133,7 +140,14 @@ ENV, TEMPLATE = "changes spec.containers[engine].env[", "podTemplate"
 CONTRADICTIONS = [
     ({"env": [{"name": "PYTHONHASHSEED", "value": "1"}]}, "env", ENV),
     ({"env": [{"name": "VLLM_DP_RANK", "value": "1"}]}, "env", "sets VLLM_DP_RANK of the container"),
+    ({"nodes": 2, "parallelism": {"data": 2}, "env": [{"name": "VLLM_HOST_IP", "value": "10.0.0.1"}]}, "env",
+     "sets VLLM_HOST_IP of the container engine, which comes from a field of the pod"),
     ({"resources": {"limits": {"nvidia.com/gpu": "4"}}}, "resources", "limits.nvidia.com/gpu"),
+    *(
+        (with_pod({"nodes": 2, "parallelism": {"data": 2}}, containers=[{"name": "engine", probe: None}]),
+         TEMPLATE, f"removes {probe} of the container engine: with engine.nodes, readiness does not")
+        for probe in ("livenessProbe", "startupProbe")
+    ),
     (with_pod({"priorityClassName": "a"}, priorityClassName="b"), TEMPLATE,
      "contradicts spec.engine.priorityClassName at spec.priorityClassName: set it in only one"),
     (with_pod({"tolerations": [{"key": "a"}]}, tolerations=[{"key": "b"}]), TEMPLATE,

@@ -236,7 +236,9 @@ class _Reader:
         live, allowed = await asyncio.gather(
             self.get(path, "list statefulsets.apps"), self._review(CREATE_PODS)
         )
-        of_labels = {dig(each, "metadata", "labels", names.COMPONENT_LABEL): each for each in live.items}
+        # Of several sets of a component, that with the most missing pods is the last one.
+        sets = sorted(live.items, key=num_missing)
+        of_labels = {dig(each, "metadata", "labels", names.COMPONENT_LABEL): each for each in sets}
         stateful_sets = cluster.stateful_sets | of_labels
         if allowed is not True:
             answer = allowed or ApiAnswer(missing_right=str(CREATE_PODS))

@@ -18,7 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.components.engine import gpus, template
+from lmcache_operator.components.engine import gpus, groups, template
 from lmcache_operator.components.engine.features import FEATURES, merged
 from lmcache_operator.components.engine.features.base import POD_NAME, Volume, secret_source
 from lmcache_operator.components.engine.kinds import kind_of
@@ -32,6 +32,8 @@ from lmcache_store.common.units import format_mebibytes
 # The uid of the stock engine image. Engine and sidecar share it, so one user owns socket, locks and arena.
 _UID = 2000
 _NOTICE_SECONDS = 5
+_GROUP_NOTICE_SECONDS = 10
+"""Time to serve in all pods of a group: readiness probes fail in the other pods within 5 s."""
 _SHUTDOWN_SECONDS = 60
 _WRITE_OUT_SECONDS = 55
 """Time for the engine's processes to exit, and then for the sidecar to write out its queue (20 s)."""
@@ -76,11 +78,14 @@ def _pod_spec(cluster: Cluster, images: Images, transfer: gpus.Transfer, size: M
     sidecar = container(names.SIDECAR, sidecar_image, _sidecar_env(cluster, transfer, size))
     payload = container(names.PAYLOAD, sidecar_image, {})
     engine = container(names.ENGINE, images[names.ENGINE], _engine_env(cluster))
+    engine |= _engine(cluster, ending, transfer)
+    if cluster.engine.nodes > 1:
+        engine = groups.with_launcher(cluster, engine, ending.notice, ending.shutdown)
     spec = stateful.pod_spec(
         cluster,
         names.ENGINE,
         automountServiceAccountToken=False,
-        containers=[engine | _engine(cluster, ending, transfer)],
+        containers=[engine],
         initContainers=[sidecar | _sidecar(cluster, transfer, size), payload | _payload(cluster)],
         securityContext=stateful.pod_security(
             cluster, _UID, fsGroup=_UID, fsGroupChangePolicy="OnRootMismatch"
@@ -92,12 +97,16 @@ def _pod_spec(cluster: Cluster, images: Images, transfer: gpus.Transfer, size: M
     spec |= gpus.pod_claims(cluster)
     if (runtime_class := cluster.engine.gpu.runtime_class_name) is not None:
         spec["runtimeClassName"] = runtime_class
+    if (topology_key := cluster.engine.topology_key) is not None:
+        spec["affinity"] = groups.near_one_another(cluster, topology_key)
     return spec
 
 
 class _Ending(NamedTuple):
     """Seconds that a terminating pod may take. The user's settings take precedence."""
 
+    notice: int
+    """Time to serve until Services and proxies have removed the pod. 0: the grace period is too short."""
     shutdown: int
     """Time for the engine to finish its requests. SGLang has no such limit, and may use the grace period."""
     grace: int
@@ -105,13 +114,15 @@ class _Ending(NamedTuple):
 
 
 def _ending(cluster: Cluster) -> _Ending:
-    overhead = _NOTICE_SECONDS + _WRITE_OUT_SECONDS
+    notice = _NOTICE_SECONDS if cluster.engine.nodes == 1 else _GROUP_NOTICE_SECONDS
+    overhead = notice + _WRITE_OUT_SECONDS
     given = kind_of(cluster).shutdown_seconds(cluster.engine.args)
     grace = dig(cluster.engine.pod_template, "spec", "terminationGracePeriodSeconds")
     if isinstance(grace, int):
-        return _Ending(max(0, grace - overhead) if given is None else given, grace)
+        shutdown = max(0, grace - overhead) if given is None else given
+        return _Ending(notice if grace > notice else 0, shutdown, grace)
     shutdown = _SHUTDOWN_SECONDS if given is None else given
-    return _Ending(shutdown, shutdown + overhead)
+    return _Ending(notice, shutdown, shutdown + overhead)
 
 
 def _engine_env(cluster: Cluster) -> dict[str, str]:
@@ -139,8 +150,9 @@ def _engine(cluster: Cluster, ending: _Ending, transfer: gpus.Transfer) -> PodCo
     health = partial(stateful.http_probe, "/health", names.ENGINE_PORT, scheme="HTTPS" if has_tls else None)
     container = template.find_container(cluster.engine.pod_template, names.ENGINE)
     # The API server requires that the sleep is shorter than the grace period, and allows one preStop action.
-    if ending.grace > _NOTICE_SECONDS and not dig(container, "lifecycle", "preStop"):
-        engine["lifecycle"] = {"preStop": {"sleep": {"seconds": _NOTICE_SECONDS}}}
+    # In a group, the launchers of all pods wait instead.
+    if ending.notice and cluster.engine.nodes == 1 and not dig(container, "lifecycle", "preStop"):
+        engine["lifecycle"] = {"preStop": {"sleep": {"seconds": ending.notice}}}
     return engine | {
         "args": kind.args(cluster, ending.shutdown, has_reader=transfer.mode == gpus.CUDA_IPC),
         "command": [*kind.command],
@@ -159,7 +171,7 @@ def _engine_resources(cluster: Cluster) -> Resources:
     Without requests the kubelet would evict the engine first, the sidecar would get more CPU than the engine,
     and a ResourceQuota would reject the pod. There is no limit, because the right limit depends on the model.
     """
-    num_workers = cluster.engine.parallelism.num_ranks
+    num_workers = cluster.engine.parallelism.num_ranks // cluster.engine.nodes
     requests = {"cpu": f"{num_workers}", "memory": f"{4 * num_workers}Gi"}
     return gpus.engine_resources(cluster) | {"requests": _unlimited(cluster, names.ENGINE, requests)}
 
@@ -257,6 +269,9 @@ def _volumes(cluster: Cluster, size: MemorySize) -> list[Volume]:
     if ref := cluster.model.token_secret_ref:
         token = secret_source(ref.name, token=ref.key)
         volumes.append(Volume("hub-token", paths.HUB_TOKEN_DIR, token, engine))
+    if cluster.engine.nodes > 1:
+        secret = secret_source(names.created_secret(cluster, names.GROUP), password=groups.SECRET_KEY)
+        volumes.append(Volume("group", paths.GROUP_DIR, secret, engine))
     return sorted([*volumes, *(volume for feature in FEATURES for volume in feature.volumes(cluster))])
 
 

@@ -20,16 +20,18 @@ from lmcache_operator.contract.conditions import (
     problem_message,
     silence_of,
 )
-from lmcache_operator.pods.pods import is_ready, kill_problems
+from lmcache_operator.pods.groups import count_engines, groups_of, num_nodes, sets_of
+from lmcache_operator.pods.pods import kill_problems
 from lmcache_operator.pods.resize import Resizing
 from lmcache_operator.specs import Object
-from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.merge import dig
-from lmcache_operator.specs.names import ENGINE, object_name, selector_text
+from lmcache_operator.specs.names import ENGINE, selector_text
 from lmcache_store.common.units import format_size
 
 _DEADLINE: Final = "ProgressDeadlineExceeded"
 _ATTACHED: Final = "SidecarAttached"
+_FIRST_PODS: Final = ",apps.kubernetes.io/pod-index=0"
+"""Selector of one pod of each engine over several nodes: autoscalers take the average over pods."""
 
 
 def engine_status(observed: Observed, plan: Plan) -> ComponentStatus:
@@ -37,14 +39,14 @@ def engine_status(observed: Observed, plan: Plan) -> ComponentStatus:
 
     A sidecar's problems degrade the cluster, but never make it unready: engines serve without their cache.
     """
-    num_pods, num_ready = len(observed.pods), sum(map(is_ready, observed.pods))
+    num_engines, num_ready = count_engines(observed)
     desired = _num_desired(observed, plan)
-    count = f"{num_ready} of {desired} engine pods are ready"
+    count = f"{num_ready} of {desired} {_noun(observed)} are ready"
     summary = f"{count}; {plan.note}" if plan.note else count
     conditions, transfer = _sidecar_conditions(observed, plan), _transfer(observed, plan)
     images = plan.fields.get("images") or dig(observed.resource, "status", "images")
     known = {"images": images, "transfer": transfer}
-    if desired or num_pods:  # without pods, no cache has these figures
+    if desired or num_engines:  # without pods, no cache has these figures
         known["hitPercent"] = _hit_percent(observed)
         for feature in FEATURES:
             known |= feature.status_fields(observed, plan)
@@ -55,7 +57,7 @@ def engine_status(observed: Observed, plan: Plan) -> ComponentStatus:
         summary=summary,
         serves=num_ready > 0 if desired or num_ready else None,
         progressing=_progressing(observed, plan, desired, num_ready, count),
-        conditions={"EngineAvailable": _engine_available(desired, num_ready, summary), **conditions},
+        conditions={"EngineAvailable": _engine_available(desired, num_ready, count, summary), **conditions},
         degraded=(
             *(Problem(cast(Trouble, trouble.reason), trouble.message) for trouble in troubles),
             *transfer_problems(transfer),
@@ -64,8 +66,9 @@ def engine_status(observed: Observed, plan: Plan) -> ComponentStatus:
         ),
         fields={
             "readyReplicas": num_ready,
-            "replicas": num_pods,
-            "selector": selector_text(observed.name, ENGINE),
+            "replicas": num_engines,
+            "selector": selector_text(observed.name, ENGINE)
+            + _FIRST_PODS * (num_nodes(observed.resource) > 1),
             **{field: value for field, value in known.items() if value},
         },
         awaits_sidecars=any(
@@ -79,8 +82,8 @@ def engine_status(observed: Observed, plan: Plan) -> ComponentStatus:
 def _num_desired(observed: Observed, plan: Plan) -> int:
     """Number of engine pods that the spec asks for; of the StatefulSet while the spec is invalid."""
     if any(problem.reason == "InvalidSpec" for problem in plan.problems):
-        live = observed.children.get(Ref("StatefulSet", object_name(observed.name, ENGINE)))
-        return int(live["spec"].get("replicas", 1)) if live else len(observed.pods)
+        sizes = [(number, int(owner["spec"].get("replicas", 1))) for number, owner in sets_of(observed)]
+        return sum(size if number is None else min(size, 1) for number, size in sizes)
     replicas = (observed.resource["spec"].get("engine") or {}).get("replicas")
     return 1 if replicas is None else int(replicas)
 
@@ -95,7 +98,7 @@ def _transfer(observed: Observed, plan: Plan) -> Object:
 
 
 def _progressing(observed: Observed, plan: Plan, desired: int, num_ready: int, count: str) -> Condition:
-    num_pods = len(observed.pods)
+    num_pods, (num_engines, _) = len(observed.pods), count_engines(observed)
     if any(problem.reason == _DEADLINE for problem in plan.problems):
         return Condition("False", _DEADLINE, f"{count}; the others did not become ready in time")
     if plan.num_outdated:
@@ -103,8 +106,8 @@ def _progressing(observed: Observed, plan: Plan, desired: int, num_ready: int, c
         if former := plan.fields.get("discarded"):
             message += f"; rows with the former {former} are not found any more"
         return Condition("True", "Replacing", message)
-    if num_pods != desired:
-        return Condition("True", "Scaling", f"{num_pods} of {desired} engine pods exist")
+    if num_engines != desired:
+        return Condition("True", "Scaling", f"{num_engines} of {desired} {_noun(observed)} exist")
     if num_ready != desired:
         return Condition("True", "Starting", count)
     if waits := _resize_waits(observed, plan.fields.get("resizing") or Resizing()):
@@ -112,7 +115,13 @@ def _progressing(observed: Observed, plan: Plan, desired: int, num_ready: int, c
         return Condition("True", "Resizing", f"Resizing memory tiers: {waits[0]}{more}")
     if plan.note:
         return Condition("False", "ResizePending", plan.note)
-    return Condition("False", "Complete", f"All {desired} engine pods match the spec.")
+    return Condition("False", "Complete", f"All {desired} {_noun(observed)} match the spec.")
+
+
+def _noun(observed: Observed) -> str:
+    """The engines that are counted. Those of several nodes are ready together with all their pods."""
+    nodes = num_nodes(observed.resource)
+    return f"engines (of {nodes} pods each)" if nodes > 1 else "engine pods"
 
 
 def _resize_waits(observed: Observed, resized: Resizing) -> list[str]:
@@ -135,12 +144,12 @@ def _refused(observed: Observed, resized: Resizing) -> Iterator[Problem]:
         yield Problem("ResizeInfeasible", problem_message(problem, refused, len(observed.pods)))
 
 
-def _engine_available(desired: int, num_ready: int, count: str) -> Condition:
+def _engine_available(desired: int, num_ready: int, count: str, summary: str) -> Condition:
     if num_ready:
-        return Condition("True", "EnginesReady", count)
+        return Condition("True", "EnginesReady", summary)
     if desired == 0:
         return Condition("False", "ScaledToZero", "spec.engine.replicas is 0")
-    return Condition("False", "NoEngineReady", f"0 of {desired} engine pods are ready")
+    return Condition("False", "NoEngineReady", count)
 
 
 def _hit_percent(observed: Observed) -> Object:
@@ -158,7 +167,13 @@ def _hit_percent(observed: Observed) -> Object:
 def _sidecar_conditions(observed: Observed, plan: Plan) -> dict[str, Condition]:
     conditions, is_silence = former_conditions(observed.resource, _ATTACHED), False
     if observed.probed:
-        attached = _attached(observed.probed.sidecars, silence_remedy(observed.resource))
+        # The launchers of a group of which a pod is not ready end all its engines.
+        serving = {
+            pod["metadata"]["name"] for group in groups_of(observed) if group.is_ready for pod in group.pods
+        }
+        probed = observed.probed.sidecars
+        sidecars = [each._replace(is_engine_ready=each.pod in serving) for each in probed]
+        attached = _attached(sidecars, silence_remedy(observed.resource))
         was_known = _ATTACHED in conditions and conditions[_ATTACHED].status != "Unknown"
         is_silence = attached.status == "Unknown" and was_known and not observed.probed.is_certain
         conditions = conditions if is_silence else {_ATTACHED: attached}
@@ -169,7 +184,7 @@ def _sidecar_conditions(observed: Observed, plan: Plan) -> dict[str, Condition]:
 
 
 def _attached(sidecars: Sequence[SidecarState], remedy: str) -> Condition:
-    """Whether engines use their sidecars. A message quotes the first sidecar that has the problem.
+    """Whether engine pods use their sidecars. A message quotes the first sidecar that has the problem.
 
     ``remedy``: what to do if sidecars do not answer.
     """
@@ -181,12 +196,12 @@ def _attached(sidecars: Sequence[SidecarState], remedy: str) -> Condition:
         for each in sidecars
         if each.is_engine_ready and (each.attach_refusal or not each.is_attached)
     ]
-    problem, see_log = "engines serve without their cache", "See the log of this pod"
+    problem, see_log = "engine pods serve without their cache", "See the log of this pod"
     num_attached = sum(each.is_attached for each in sidecars)
     return (
         failure_of("SidecarNotReady", "sidecars are not ready", failed, total)
         or silence_of("NoAnswer", "sidecars do not answer", silent, total, remedy)
         or failure_of("EngineNotAttached", problem, unused, total, see_log)
         or (Condition("Unknown", "NoEngine", "No engine is running yet.") if not num_attached else None)
-        or Condition("True", "Attached", f"{num_attached} of {total} engines use their sidecars.")
+        or Condition("True", "Attached", f"{num_attached} of {total} engine pods use their sidecars.")
     )

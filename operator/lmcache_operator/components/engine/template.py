@@ -11,7 +11,7 @@ from typing import Any
 
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.components.engine.features import FEATURES
-from lmcache_operator.components.engine.kinds.base import ONE_POD
+from lmcache_operator.components.engine.kinds.base import NODES
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.merge import dig, first_difference, merge
@@ -23,10 +23,12 @@ _FREE_TO_CHANGE = (
     "imagePullPolicy", "lifecycle", "livenessProbe", "readinessProbe", "resources", "securityContext",
     "startupProbe", "terminationGracePeriodSeconds", "terminationMessagePolicy",
 )  # fmt: skip
+_HEALTH_PROBES = {"livenessProbe", "startupProbe"}
+"""Without them, a pod of an engine over several nodes would be ready while its engine starts or hangs."""
 _PLACES = "the operator sets it, so that engine, sidecar and operator find each other"
 _SET_BY = "it is set by spec.{}"
 _RESERVED: dict[str, dict[str, str]] = {
-    names.ENGINE: {"VLLM_DP_": ONE_POD},
+    names.ENGINE: {"VLLM_DP_": NODES},
     names.SIDECAR: {
         **dict.fromkeys(("LMCACHE_ARENA", "LMCACHE_SOCKET", "LMCACHE_CONFIG", "LMCACHE_HTTP_"), _PLACES),
         **dict.fromkeys(
@@ -72,6 +74,15 @@ def with_template(base: PodTemplate, cluster: Cluster) -> PodTemplate:
         merged = merge(merged, part)
         if broken := first_difference(needed, merged):
             raise InvalidSpecError(path, f"changes {broken}, which the cache depends on")
+        removed = _HEALTH_PROBES - find_container(merged, names.ENGINE).keys()
+        if removed and cluster.engine.nodes > 1:
+            why = "with engine.nodes, readiness does not depend on the engine's health"
+            raise InvalidSpecError(path, f"removes {min(removed)} of the container engine: {why}")
+        for container in (names.ENGINE, names.SIDECAR):
+            for item in as_list(dig(find_container(merged, container), "env")):
+                if dig(item, "value") and dig(item, "valueFrom") is not None:
+                    what = f"sets {dig(item, 'name')} of the container {container}"
+                    raise InvalidSpecError(path, f"{what}, which comes from a field of the pod or a Secret")
     return merged
 
 
@@ -115,7 +126,8 @@ def _of_engine(**fields: Any) -> Object:
 
 
 def _check_reserved(part: Object, path: str) -> None:
-    for label, field in (item for each in FEATURES for item in each.reserved_labels.items()):
+    of_features = (item for each in FEATURES for item in each.reserved_labels.items())
+    for label, field in ((names.GROUP_LABEL, "engine.nodes"), *of_features):
         if dig(part, "metadata", "labels", label) is not None:
             raise InvalidSpecError(path, f"sets the label {label}: {_SET_BY.format(field)}")
     for container, reserved in _RESERVED.items():

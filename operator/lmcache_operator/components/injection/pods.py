@@ -110,7 +110,9 @@ def _check_pod(metadata: Object, spec: Object, path: str) -> None:
     taken = [item["name"] for item in [*containers, *(spec.get("volumes") or [])]]
     ports = [port.get("containerPort") for each in containers for port in each.get("ports") or ()]
     if _GROUP_LABEL in (metadata.get("labels") or {}):
-        raise InvalidSpecError(path, "an engine of several pods can't have a cache in this version")
+        raise InvalidSpecError(
+            path, "an engine of several pods gets no injected cache: set spec.engine.nodes instead"
+        )
     if spec.get("hostNetwork"):
         sentence = f"two such pods can't run on one node: each sidecar needs port {names.SIDECAR_PORT}"
         raise InvalidSpecError(f"{path}.hostNetwork", sentence)

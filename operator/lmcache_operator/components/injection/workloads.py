@@ -26,7 +26,12 @@ _PODS: Mapping[str, tuple[str, ...]] = {
     "Pod": (),
 }
 """Path of the pod or pod template in an object, by kind."""
-_GROUPS = ("LeaderWorkerSet", "RayCluster", "RayService")
+_SET_NODES = "instead, set spec.engine.nodes of an LMCacheCluster"
+_GROUPS = {
+    "LeaderWorkerSet": f"it restarts a whole engine when a sidecar restarts: {_SET_NODES}",
+    **dict.fromkeys(("RayCluster", "RayService"), f"its engines have several pods: {_SET_NODES}"),
+}
+"""Reasons why pods of a kind can't have a cache."""
 _NO_LABEL = "no pod has this label: add it, or use --name LMCACHECLUSTER"
 _NOT_CERTAIN = f"no container certainly runs {ANY_ENGINE}: if one does, label the pods {INJECT_LABEL}: {{}}"
 _NO_UID = "is missing, and names of Secrets contain it: give the stored object with --cluster"
@@ -149,8 +154,8 @@ def _kind(value: Any) -> Any:
 def _pod_path(value: Any) -> tuple[str, ...] | None:
     """Path of the pod in an object; None if the object creates no pods."""
     kind = _kind(value)
-    if kind in _GROUPS:
-        raise InvalidSpecError(f"kind {kind}", "engines of several pods can't have a cache in this version")
+    if why := _GROUPS.get(str(kind)):
+        raise InvalidSpecError(f"kind {kind}", why)
     return _PODS.get(kind) if isinstance(kind, str) else None
 
 

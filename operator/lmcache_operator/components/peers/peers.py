@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
 
 import yaml
@@ -19,6 +20,7 @@ from lmcache_operator.api.parse import Cluster
 from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
 from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.pods.differences import differences
+from lmcache_operator.pods.groups import num_nodes
 from lmcache_operator.specs import Object, names, paths, stateful
 from lmcache_operator.specs.cluster_refs import referred, why_no_peers, with_lender
 from lmcache_operator.specs.merge import dig
@@ -33,8 +35,18 @@ class _Pods(NamedTuple):
 
     cluster_name: str
     num_wanted: int
+    """Number of engines."""
     num_listed: int
-    """Pods that run or will run, including those that are being removed."""
+    """Engines that run or will run, including those that are being removed."""
+    num_nodes: int
+    """Number of pods of each engine."""
+
+    def pod_names(self) -> Iterator[str]:
+        """Names of the listed pods."""
+        for number in range(self.num_listed):
+            name = names.group_name(self.cluster_name, number)
+            for rank in range(self.num_nodes):
+                yield f"{name}-{rank}" if self.num_nodes > 1 else name
 
 
 class Peers(Component):
@@ -58,8 +70,8 @@ class Peers(Component):
 
     def render(self, cluster: Cluster, context: Context) -> list[Object]:
         """The list, unless the cluster uses another one's, and the certificate; none without peers."""
-        replicas = cluster.engine.replicas if cluster.spec.engine else 0
-        return _objects(cluster, [_Pods(cluster.name, replicas, replicas)])
+        replicas, nodes = (cluster.engine.replicas, cluster.engine.nodes) if cluster.spec.engine else (0, 1)
+        return _objects(cluster, [_Pods(cluster.name, replicas, replicas, nodes)])
 
     def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
         """Write the list if it changed, and create the password if it may be missing.
@@ -100,11 +112,11 @@ def _pods(resource: Object) -> _Pods:
     replicas = dig(resource, "spec", "engine", "replicas")
     num_wanted = replicas if isinstance(replicas, int) else 1
     num_listed = min(_MAX_PODS, max(num_wanted, _count(resource, "replicas")))
-    return _Pods(str(resource["metadata"]["name"]), num_wanted, num_listed)
+    return _Pods(str(resource["metadata"]["name"]), num_wanted, num_listed, num_nodes(resource))
 
 
 def _count(resource: Object, field: str) -> int:
-    """A number of pods in the status, as of the last reconciliation. This component does not read pods."""
+    """A number of engines in the status, as of the last reconciliation. This component does not read pods."""
     number = dig(resource, "status", field)
     return number if isinstance(number, int) else 0
 
@@ -117,12 +129,11 @@ def _objects(cluster: Cluster, pods: Sequence[_Pods]) -> list[Object]:
     objects = stateful.certificates(cluster, names.PEERS, peers.tls, host, secret)
     if peers.cluster_ref is not None:
         return objects
-    listed = [
-        f"{names.object_name(user, names.ENGINE)}-{number}."
-        f"{names.host(user, names.ENGINE, cluster.namespace)}:{names.PEERS_PORT}"
-        for user, _, num_listed in pods
-        for number in range(num_listed)
-    ]
+    listed = (
+        f"{name}.{names.host(each.cluster_name, names.ENGINE, cluster.namespace)}:{names.PEERS_PORT}"
+        for each in pods
+        for name in each.pod_names()
+    )
     # Sidecars refuse a longer list. Pods of other clusters must not displace the cluster's own pods.
-    data = {paths.PEERS_FILE: str(yaml.safe_dump({"peers": listed[:_MAX_PODS]}))}
+    data = {paths.PEERS_FILE: str(yaml.safe_dump({"peers": [*islice(listed, _MAX_PODS)]}))}
     return [names.child(cluster, names.PEERS, "ConfigMap", data=data), *objects]

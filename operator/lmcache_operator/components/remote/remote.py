@@ -23,12 +23,12 @@ from lmcache_operator.components.remote.shards import WINDOW, ShardCounts, next_
 from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
 from lmcache_operator.contract.conditions import Condition, Problem, former_conditions
 from lmcache_operator.pods.differences import differences
+from lmcache_operator.pods.groups import next_eviction, singles
 from lmcache_operator.pods.pods import (
     creation_failures,
     is_outdated,
     is_ready,
     kill_problems,
-    next_eviction,
     ready_since,
     started_at,
 )
@@ -253,7 +253,7 @@ def _eviction(
         return (), (max(waits) - observed.now).total_seconds()
     # Replace the most recently started shard first: it holds the fewest rows.
     newest = sorted(observed.pods, key=lambda pod: started_at(pod, observed), reverse=True)
-    return next_eviction(live, newest, template), math.inf
+    return next_eviction(singles(live, newest) if live else (), template), math.inf
 
 
 def _objects(

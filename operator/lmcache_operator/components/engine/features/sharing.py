@@ -16,8 +16,8 @@ class Sharing(HealthFeature):
 
     name = "sharing"
     condition_type = "KVShared"
-    success = "Shared", "Lower tiers can hold the KV of all {} engines."
-    failure = "KVPrivate", "engines share no KV, so only the memory of their pods holds it"
+    success = "Shared", "Lower tiers can hold the KV of all {} engine pods."
+    failure = "KVPrivate", "engine pods share no KV, so only their own memory holds it"
 
     def read(self, stats: Mapping[str, Any]) -> HealthReport:
         """Parse why an engine's keys are private. Without an engine or a lower tier, that has no effect."""

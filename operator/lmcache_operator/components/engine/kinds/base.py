@@ -29,7 +29,8 @@ class KindProblem(NamedTuple):
 
 
 ONE_POD = "an engine is one pod with the ranks of spec.engine.parallelism; for more set spec.engine.replicas"
-ONE_INJECTED_POD = "an engine with a cache is one pod; for more engines run more pods"
+NODES = "to spread an engine over pods, set only spec.engine.nodes"
+ONE_INJECTED_POD = "an injected engine is one pod; for more engines run more pods"
 NO_CACHE = "the engine would run without its cache"
 ON_A_PORT = "the probes and Services expect the engine's HTTP server on a port"
 ALL_ADDRESSES = "the probes and Services expect the engine on all addresses"

@@ -48,7 +48,7 @@ _OTHER_RANKS = (
 """Options that put ranks into other pods, or let another server choose the rank of a request."""
 _RAY_RANKS = ("--data-parallel-backend", "-dpb")
 _ELASTIC = ("--enable-elastic-ep", "--elastic-ep-max-dp-size")
-_SET_DATA = "set only spec.engine.parallelism.data"
+_SET_DATA = "set only spec.engine.parallelism.data and spec.engine.nodes"
 _RESERVED = {
     "--host": base.ALL_ADDRESSES,
     "--port": f"the Services expect the engine on port {ENGINE_PORT}",
@@ -71,11 +71,11 @@ _RESERVED = {
     **dict.fromkeys(("--tensor-parallel-size", "-tp"), "it is set by spec.engine.parallelism.tensor"),
     **dict.fromkeys(("--pipeline-parallel-size", "-pp"), "it is set by spec.engine.parallelism.pipeline"),
     **dict.fromkeys(("--data-parallel-size", "-dp"), "it is set by spec.engine.parallelism.data"),
-    **dict.fromkeys(_OTHER_RANKS, f"one pod has all ranks, and its server chooses among them: {_SET_DATA}"),
+    **dict.fromkeys(_OTHER_RANKS, f"the operator places the ranks: {_SET_DATA}"),
     **dict.fromkeys(_RAY_RANKS, f"Ray may start ranks in other pods: {_SET_DATA}"),
     **dict.fromkeys(_ELASTIC, "it changes the number of ranks while the engine runs"),
-    **dict.fromkeys(("--prefill-context-parallel-size", "-pcp"), base.ONE_POD),
-    **dict.fromkeys(("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port"), base.ONE_POD),
+    **dict.fromkeys(("--prefill-context-parallel-size", "-pcp"), base.NO_CACHE),
+    **dict.fromkeys(("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port"), base.NODES),
     "--": "what follows it would be taken for a second model",
 }
 
@@ -232,7 +232,7 @@ class VLLM(base.EngineKind):
         """The option that each argument sets. Raises InvalidSpecError for one that breaks the cache."""
         flags = self.checked_flags(args)
         if (executor := self.option(args, _EXECUTOR)) in ("ray", "external_launcher"):
-            raise base.refused(flags, _EXECUTOR, f"{_EXECUTOR} can't be {executor}: {base.ONE_POD}")
+            raise base.refused(flags, _EXECUTOR, f"{_EXECUTOR} can't be {executor}: {base.NODES}")
         block = self.int_option(args, _BLOCK)
         if block is not None and (block == 0 or chunk_tokens % block):
             message = f"spec.sidecar.chunkTokens ({chunk_tokens}) must be a multiple of the block size"
