@@ -143,12 +143,12 @@ class App:
         selector = f"lmcache.io/cluster={self.name},lmcache.io/component=engine"
         return [Pod(self.node, obj) for obj in self.node.api.objects("v1/pods", NAMESPACE, selector)]
 
-    def pod(self, number: int = 0) -> Pod:
-        """The current pod with this ordinal. Raises `ApiError` 404."""
+    def pod(self, number: int | str = 0) -> Pod:
+        """The current pod with this ordinal, or with GROUP-RANK. Raises `ApiError` 404."""
         name = f"{self.name}-engine-{number}"
         return Pod(self.node, self.node.api.get("v1/pods", name, NAMESPACE))
 
-    def ready_pod(self, number: int = 0, *, instead_of: Pod | None = None) -> Pod:
+    def ready_pod(self, number: int | str = 0, *, instead_of: Pod | None = None) -> Pod:
         """Wait until the pod is Ready, and not ``instead_of``. Returns the pod."""
 
         def look() -> Pod | None:
