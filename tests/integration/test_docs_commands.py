@@ -94,7 +94,9 @@ HOW_TO = {
         "injection.yaml",
         "settings",
         {
-            "POD": "$(kubectl get pods -l app=vllm -o name | head -1 | cut -d/ -f2)",
+            # The newest: a pod of the rollout before may end meanwhile.
+            "POD": "$(kubectl get pods -l app=vllm --sort-by=.metadata.creationTimestamp"
+            " -o custom-columns=:.metadata.name | tail -1)",
             "deployment.yaml": "examples/injection.yaml",
         },
     ),
