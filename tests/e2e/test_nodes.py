@@ -23,7 +23,7 @@ NAME = "nodes"
 PARTS = "0-0", "0-1"
 """Group and rank in the names of pods."""
 QUESTION = prompt(71, 2048)
-# An engine computes so many tokens longer than the first one needs to arrive, but not longer than a drain.
+# The stream outlasts the start of the drain, and ends before vLLM's time is up.
 NUM_TOKENS = 500
 GROUP_KINDS = "apps/v1/statefulsets", "networking.k8s.io/v1/networkpolicies"
 LISTENING = "0A"
