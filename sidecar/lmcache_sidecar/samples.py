@@ -83,7 +83,7 @@ class LookupSampler:
     ) -> None:
         """Count a request, and sample its keys. ``sources``: see ``find_sources``."""
         keys = chains.keys[0]
-        if not keys or not self._follows(peer):
+        if not keys or not self.follow(peer):
             return
         if usable_slots != self._num_slots:
             self._num_slots = usable_slots
@@ -96,8 +96,8 @@ class LookupSampler:
             names = names ^ words[:, 0]
         self._sampler.record(self._clock(), names.tobytes(), sources.ljust(len(keys), b"-")[::-1])
 
-    def _follows(self, peer: ParsedHello) -> bool:
-        """Return whether the client's namespace is sampled.
+    def follow(self, peer: ParsedHello) -> bool:
+        """Sample the client's namespace if no other one is sampled, and return whether it is sampled.
 
         The first namespace is sampled until none of its clients is attached. Then sampling starts again with
         the namespace of the next lookup.
@@ -123,6 +123,10 @@ class LookupSampler:
         """The attached clients whose requests are sampled."""
         clients = self._clients.by_uuid.values()
         return [c for c in clients if c.is_attached and c.peer.hello.namespace == self._namespace]
+
+    def counted(self) -> list[Client]:
+        """The same clients; none on the nodes whose sidecars do not count the requests."""
+        return self.followed() if self._sampler.position else []
 
     @property
     def computes_on_cpu(self) -> bool:

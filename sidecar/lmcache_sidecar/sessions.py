@@ -166,6 +166,8 @@ class Sessions:
         client.prefill_tokens_per_second = request.prefill_tokens_per_second
         client.later_private_reason = request.private_reason
         store = self._required_store
+        if request.relayed:  # the sidecar of another node counts the request
+            self.samples.follow(client.peer)
         scheduled = request.scheduled if request.HasField("scheduled") else None
         if scheduled is not None:
             sources = find_sources(chains, scheduled, store.origins)
@@ -195,6 +197,7 @@ class Sessions:
             chunk_seconds=client.chunk_seconds,
             is_hint=request.hint,
             num_scheduled_hits=None if scheduled is None else scheduled.num_hit_chunks,
+            is_counted=not request.relayed,
         )
         return pb.LookupReply(
             num_resident=num_resident, num_leased=num_leased, num_pending=num_pending, probing=is_probing

@@ -21,6 +21,7 @@ NAMESPACE_TAG = b"lmcache namespace 1"
 TENANT_TAG = b"lmcache tenant 2"
 SALT_TAG = b"lmcache salt 1"
 MEDIA_TAG = b"lmcache media 1"
+PART_TAG = b"lmcache part 1"
 
 Listed = Union[None, bool, int, float, str, bytes, "Sequence[Listed]", "Mapping[str, Listed]"]
 """Values that the listing of a namespace may contain."""
@@ -62,6 +63,11 @@ def namespace(listing: Mapping[str, Listed]) -> bytes:
     Raises TypeError, which names the place, for a key or value of a type that has no canonical form.
     """
     return hashlib.sha256(sized(NAMESPACE_TAG) + _canonical(listing, "listing")).digest()
+
+
+def part_namespace(engine_namespace: bytes, part: int) -> bytes:
+    """Return the namespace (32 bytes) of the rows of an engine's part, which have the columns of one node."""
+    return hashlib.sha256(b"".join(map(sized, (PART_TAG, engine_namespace, _integer(part))))).digest()
 
 
 def salt_hash(cache_salt: str) -> bytes:

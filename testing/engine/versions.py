@@ -22,7 +22,7 @@ from tools.cache import cached_directory, uv
 SIMULATED = (
     "tests/unit/vllm_connector",
     *(f"tests/integration/test_vllm_{name}.py" for name in ("facade", "multi", "events", "isolation")),
-    *(f"tests/integration/test_vllm_{name}.py" for name in ("lifetimes", "resets", "scenarios")),
+    *(f"tests/integration/test_vllm_{name}.py" for name in ("lifetimes", "parts", "resets", "scenarios")),
     *(f"tests/integration/test_vllm_{name}.py" for name in ("stats", "times")),
 )
 ENGINES = (

@@ -84,6 +84,7 @@ BAD_HELLOS = [
     ({"namespace": b"m" * 32}, PRECONDITION, "another client of this engine_uuid"),
     ({"numa_nodes": [0, 1]}, INVALID, "numa_nodes must name none or 1 nodes"),
     ({"geometry": pb.Geometry()}, INVALID, "num_columns must be 1 to"),
+    ({"num_parts": 1025}, INVALID, "num_parts must be at most 1024"),
     ({"geometry": pb.Geometry(num_columns=1)}, INVALID, "1 to 64 groups"),
 ]
 UNKNOWN_KIND = SimpleNamespace(value=99)

@@ -39,6 +39,7 @@ from lmcache_client.vllm import support  # noqa: E402
 from lmcache_client.vllm.attach import can_wait  # noqa: E402
 from lmcache_client.vllm.connector import LMCacheClusterConnector  # noqa: E402
 from lmcache_client.vllm.layouts import check_supported  # noqa: E402
+from lmcache_client.vllm.places import RankPlace  # noqa: E402
 from testing.engine.process import connector_config  # noqa: E402
 from testing.engine.tiny_model import tiny_model  # noqa: E402
 from tests.harness.client.scheduler_rig import make_identity  # noqa: E402
@@ -335,53 +336,48 @@ def test_engine_that_returns_experts_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "sizes"),  # nodes of a data-parallel rank
+    ("num_parts", "sizes"),
     [
         (2, {"tensor_parallel_size": 2, "nnodes": 2}),
-        (
-            2,
-            {
-                "pipeline_parallel_size": 2,
-                "nnodes": 4,
-                "data_parallel_size": 2,
-                "data_parallel_size_local": 1,
-            },
-        ),
+        (2, {"pipeline_parallel_size": 2, "nnodes": 4, "data_parallel_size": 2}),
         (1, {"tensor_parallel_size": 2, "nnodes": 2, "data_parallel_size": 4, "data_parallel_size_local": 2}),
         (1, {"tensor_parallel_size": 2, "data_parallel_size": 2}),
     ],
 )
 @pytest.mark.parametrize("is_follower", [False, True])
-def test_rank_that_spans_nodes_is_refused_on_each_node(num_nodes, sizes, is_follower, monkeypatch, caplog):
-    monkeypatch.setattr(parallel_state, "_NODE_COUNT", 1)
+def test_ranks_on_each_node_of_a_data_parallel_rank_are_a_part(num_parts, sizes, is_follower):
     config = make_config()
     config.kv_transfer_config = KVTransferConfig(**connector_config("unused"))
-    node = sizes.get("nnodes", 1) - 1 if is_follower else 0
-    config.parallel_config = ParallelConfig(**sizes, node_rank=node, distributed_executor_backend="mp")
-    if num_nodes == 1:
-        check_supported(config, SimpleNamespace())
-        return
-    assert_refused(config, caplog)
+    num_nodes = sizes.get("nnodes", 1)
+    node = num_nodes - 1 if is_follower else 0
+    parallel = ParallelConfig(**sizes, node_rank=node, distributed_executor_backend="mp")
+    config.parallel_config = parallel
+    check_supported(config, SimpleNamespace(), world_nodes=num_nodes)
+    place = RankPlace.of(parallel, 1 if is_follower else 0, replicas=1)
+    assert (place.part, place.num_parts) == (num_parts - 1 if is_follower else 0, num_parts)
 
 
-def assert_refused(config, caplog):
+@pytest.mark.parametrize(
+    ("num_ranks", "sizes", "world_nodes"),
+    [
+        (1, {"distributed_executor_backend": "mp"}, 2),
+        (2, {"distributed_executor_backend": "mp"}, 4),
+        (1, {"distributed_executor_backend": "external_launcher", "nnodes": 2}, 1),
+    ],
+)
+def test_rank_that_a_launcher_spread_over_nodes_is_refused(
+    num_ranks, sizes, world_nodes, monkeypatch, caplog
+):
+    """Ray and ``torchrun`` place workers on nodes of which vLLM's configuration does not know."""
+    config = make_config()
+    config.kv_transfer_config = KVTransferConfig(**connector_config("unused"))
+    config.parallel_config = ParallelConfig(data_parallel_size=num_ranks, tensor_parallel_size=2, **sizes)
+    monkeypatch.setattr(parallel_state, "_NODE_COUNT", world_nodes)
     worker = LMCacheClusterConnector(config, KVConnectorRole.WORKER, SimpleNamespace(num_blocks=100))
     worker.register_kv_caches({})
     assert worker._worker.identity is None, "the scheduler side stays off without it"
     (message,) = (line.getMessage() for line in caplog.records if line.name.startswith("lmcache_client"))
-    assert re.search(r"spans 2 nodes.* GPUs of a node.* --data-parallel-size", message)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_rank_that_a_launcher_spread_over_nodes_is_refused(num_ranks, monkeypatch, caplog):
-    """Ray and ``torchrun`` place workers on nodes of which vLLM's configuration does not know."""
-    config = make_config()
-    config.kv_transfer_config = KVTransferConfig(**connector_config("unused"))
-    sizes = {"data_parallel_size": num_ranks, "tensor_parallel_size": 2}
-    config.parallel_config = ParallelConfig(**sizes, distributed_executor_backend="mp")
-    monkeypatch.setattr(parallel_state, "_NODE_COUNT", 2 * num_ranks)
-    assert_refused(config, caplog)
-    check_supported(config, SimpleNamespace(), world_nodes=num_ranks)
+    assert re.search(r"spans 2 nodes.* --nnodes and --distributed-executor-backend mp.* of a node", message)
 
 
 @pytest.mark.parametrize("is_moe", [True, False])

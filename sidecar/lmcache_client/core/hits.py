@@ -10,13 +10,37 @@ import numpy.typing as npt
 
 from lmcache_client.core.grid import Grid
 from lmcache_store.kv_groups import first_needed_chunk, longest_hit
-from lmcache_store.tiers.base import ROW_KEY_BYTES
-from lmcache_store.tiers.memory.contracts import Found, Located
+from lmcache_store.tiers.base import KEY_BYTES, ROW_KEY_BYTES
+from lmcache_store.tiers.memory.contracts import Found, Located, Slot
 
 T = TypeVar("T", bound=np.generic)
 
 KeyWords = npt.NDArray[np.uint64]
 """Row keys, ``[chunks, 8]``."""
+
+
+class NamedRows(NamedTuple):
+    """Rows by the keys of their chunks, and their places in the arena of part 0."""
+
+    rows: npt.NDArray[np.int64]
+    generations: npt.NDArray[np.uint64]
+    namespace: bytes
+    """Namespace of the keys, as part 0 has it."""
+    chunk_keys: bytes
+    """Keys of the chunks without the namespace, joined."""
+
+    def part(self, chunks: slice) -> NamedRows:
+        """Return the rows of these chunks."""
+        chunk_keys = self.chunk_keys[chunks.start * KEY_BYTES : chunks.stop * KEY_BYTES]
+        return NamedRows(self.rows[chunks], self.generations[chunks], self.namespace, chunk_keys)
+
+    def slots(self) -> list[Slot]:
+        """Return the places as slots of part 0."""
+        return list(map(Slot, self.rows.tolist(), self.generations.tolist()))
+
+
+Rows = Found | NamedRows
+"""Places of the leading rows of a chain. Those in a message to several parts also have their names."""
 
 
 class RowFinder(Protocol):
@@ -36,7 +60,7 @@ class Hit(NamedTuple):
     """Number of leading chunks that can be loaded: the request can resume at their end."""
     num_leading: int
     """Number of leading chunks that all full-attention groups have. Windows may lack rows there."""
-    found: tuple[Found, ...]
+    found: tuple[Rows, ...]
     """Places of the rows that a load of ``num_chunks`` needs, and possibly of more; per group with rows."""
 
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lmcache_client.core.grid import NULL_BLOCK, BlockTables, Grid
+from lmcache_client.core.hits import Rows
 from lmcache_client.rpc.hello import ClientHello
 from lmcache_store.common.units import ceil_div
 from lmcache_store.tiers.base import ROW_KEY_BYTES
-from lmcache_store.tiers.memory.contracts import Found, Slot
+from lmcache_store.tiers.memory.contracts import Slot
 
 
 class Offer(NamedTuple):
@@ -23,7 +24,7 @@ class Offer(NamedTuple):
 
     start: int
     num_tokens: int
-    found: tuple[Found, ...]
+    found: tuple[Rows, ...]
     """Places of the rows that the load needs, per group with rows."""
 
 
@@ -42,16 +43,16 @@ class GroupLoad(NamedTuple):
 
     group: int
     blocks: tuple[int, ...]
-    found: Found | None = None
+    found: Rows | None = None
     """Places of the chunks' rows; None: the load must be reported as failed."""
     first_block: int = 0
     """Position of the first block in the first row."""
     blocks_per_row: int = 1
 
-    def pieces(self) -> Iterator[Piece]:
-        """Split the load at the edges of rows."""
+    def pieces(self, slots: Iterable[Slot]) -> Iterator[Piece]:
+        """Split the load at the edges of rows, up to the last of their ``slots``."""
         start, first_block = 0, self.first_block
-        for slot in self.found.slots() if self.found is not None else ():
+        for slot in slots:
             end = start + self.blocks_per_row - first_block
             yield Piece(self.group, slot, first_block, self.blocks[start:end])
             start, first_block = end, 0
@@ -83,12 +84,11 @@ class LoadJob:
             per_chunk, per_row = grid.blocks_per_chunk(group), grid.blocks_per_row(group)
             needed = grid.needed_blocks(group, offer.start, end)
             chunks = slice(needed.start // per_chunk, ceil_div(needed.stop, per_chunk))
-            part = Found(found.rows[chunks], found.generations[chunks])
             blocks = tuple(tables[group.group][needed.start : needed.stop])
             if len(blocks) < len(needed) or NULL_BLOCK in blocks:
                 return cls.failing(request_id, grid, tables)
             first = needed.start % per_chunk - (per_chunk - per_row)
-            loads.append(GroupLoad(group.group, blocks, part, first, per_row))
+            loads.append(GroupLoad(group.group, blocks, found.part(chunks), first, per_row))
         if num_tokens != offer.num_tokens and not grid.is_full:
             return cls.failing(request_id, grid, tables)
         return cls(request_id, tuple(loads), grid.fails_by_block)
@@ -104,9 +104,10 @@ class LoadJob:
         """All blocks in the order of the pieces, with null blocks where the engine holds none."""
         return tuple(itertools.chain.from_iterable(load.blocks for load in self.groups))
 
-    def pieces(self) -> list[Piece]:
-        """Split the load at the edges of chunks, group by group."""
-        return [piece for load in self.groups for piece in load.pieces()]
+    def pieces(self, find: Callable[[Rows], list[Slot]] = lambda rows: rows.slots()) -> list[Piece]:
+        """Split the load at the edges of chunks, group by group. ``find`` returns the slots of rows."""
+        loads = ((load, load.found) for load in self.groups)
+        return [piece for load, rows in loads if rows is not None for piece in load.pieces(find(rows))]
 
 
 class GroupStore(NamedTuple):
@@ -183,6 +184,15 @@ class EngineIdentity:
         return Grid(self.hello.chunk_tokens, self.hash_tokens, self.hello.groups)
 
     @property
+    def conflict(self) -> str:
+        """Why the engine's KV is private, found by a comparison of its parts; empty: no reason."""
+        return ""
+
+    def joined(self, other: EngineIdentity | None) -> EngineIdentity:
+        """Return the identities of two ranks in one message. All ranks on one node have the same identity."""
+        return self
+
+    @property
     def num_ranks(self) -> int:
         """Number of ranks of the engine."""
         return self.hello.num_columns * self.num_replicas
@@ -203,11 +213,13 @@ class WorkerReport:
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Merge the reports of two ranks. The engine calls this."""
+        if not isinstance(self, type(other)):  # the other report has more fields
+            return other.aggregate(self)
         return WorkerReport(
             self.stores_ended + other.stores_ended,
             self.failed_loads | other.failed_loads,
             max(self.timed_step, other.timed_step),
-            self.identity or other.identity,
+            self.identity.joined(other.identity) if self.identity is not None else other.identity,
         )
 
     def __bool__(self) -> bool:

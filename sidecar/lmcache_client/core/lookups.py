@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from lmcache_client.core.calls import PAUSE_SECONDS, Calls
 from lmcache_client.core.hits import Hit, RowFinder, find_hit, no_hit
-from lmcache_client.core.jobs import EngineIdentity
+from lmcache_client.core.jobs import EngineIdentity, StepMeta
 from lmcache_client.core.requests import RequestState, Ticket
 from lmcache_client.core.times import RequestClock
 from lmcache_client.core.waiting import PrefillRate
@@ -49,6 +49,9 @@ _FEW_KEYS = 32
 
 class LookupThread:
     """Serves tickets and releases in order, on a thread. All methods return at once and never raise."""
+
+    is_relaying = False
+    """True if the sidecar of another part counts the requests."""
 
     def __init__(
         self,
@@ -101,6 +104,10 @@ class LookupThread:
         session = self._client.session
         return ticket.namespace != self._namespace or session is None or session.memory_only
 
+    def answer_to(self, ticket: Ticket) -> LookupResult | None:
+        """Return the answer to the ticket's last hint; None: it is still outstanding."""
+        return ticket.answer
+
     def is_late(self, ticket: Ticket, missing_seconds: float) -> bool:
         """Return True if the sidecar has been silent for too long. Answers to other tickets end the silence,
         until ``promotion_seconds``.
@@ -112,6 +119,10 @@ class LookupThread:
             bound = max(bound, min(missing_seconds, MAX_ANSWER_SECONDS))
         now, longest = self._clock(), max(TIMING.promotion_seconds, self._fixed_seconds)
         return now - max(ticket.asked_at, self._answered_at) >= bound or now - ticket.asked_at >= longest
+
+    def is_store_late(self, ticket: Ticket, chunk: int, other: RequestState) -> bool:
+        """Return True if the request must no longer wait for another one to store this chunk."""
+        return False
 
     def find(self, ticket: Ticket, at_least: int = 0) -> Hit | None:
         """Find the longest hit in memory, without a call. Returns None while its keys are not known.
@@ -173,6 +184,16 @@ class LookupThread:
             self._queue.put(partial(self._report_scheduled, ticket, 0, self._unleased.pop(ticket)[1]))
         self._queue.put(partial(self._release, ticket))
 
+    def end(self, ticket: Ticket) -> None:
+        """Record that the ticket's request ended without a load. It has no lease."""
+
+    def end_step(self, meta: StepMeta) -> StepMeta:
+        """Return the step's message with the calls to other parts. Call this also after ``close``."""
+        return meta
+
+    def note_output(self, report: object) -> None:
+        """Record the output of a step, with the joined report of all ranks or None."""
+
     def note_times(self, clocks: Sequence[RequestClock]) -> None:
         """Report how long requests took that were reported as scheduled. Another call carries the times."""
         self._queue.put(partial(self._keep_times, clocks))
@@ -193,6 +214,9 @@ class LookupThread:
                 break
             self._do(task)
         self._do(self._send_times)
+        self._detach()
+
+    def _detach(self) -> None:
         self._client.close()
 
     @property
@@ -234,9 +258,10 @@ class LookupThread:
         """Return True if the sidecar need not be asked, because the index shows all that a hit needs."""
         if not self._has_keys(ticket):
             return False
-        if not ticket.is_read or self.knows_all(ticket):
+        # Not the methods of a subclass: the sidecar's answer shows the rows of its own memory only.
+        if not ticket.is_read or LookupThread.knows_all(self, ticket):
             return True
-        hit = self.find(ticket)
+        hit = LookupThread.find(self, ticket)
         return hit is not None and ticket.keys is not None and hit.num_chunks == len(ticket.keys[0])
 
     def _has_keys(self, ticket: Ticket) -> bool:
@@ -280,6 +305,7 @@ class LookupThread:
             scheduled=scheduled,
             num_handed_over=ticket.num_handed_over,
             private_reason=self.private_reason,
+            is_relayed=self.is_relaying,
             timeout=self._call_seconds,
         )
 

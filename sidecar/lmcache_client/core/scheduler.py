@@ -36,6 +36,8 @@ from lmcache_client.core.events import Chunk, ChunkEvents
 from lmcache_client.core.grid import BlockTables, Grid
 from lmcache_client.core.jobs import EngineIdentity, LoadJob, Offer, StepMeta, WorkerReport
 from lmcache_client.core.lookups import LookupThread
+from lmcache_client.core.parted_lookups import start_lookups
+from lmcache_client.core.parts import Introductions
 from lmcache_client.core.requests import Computing, EngineRequest, FindExtraKeys, RequestState, Ticket
 from lmcache_client.core.stores import Snapshot, Stores
 from lmcache_client.core.timed_requests import TimedRequests
@@ -79,38 +81,38 @@ class SchedulerSide:
             tracer: records spans of requests.
             can_wait: True if idle steps may sleep. False if other engines step together with this one.
         """
-        self._tracer = tracer
-        self._events = events
-        self._connect = connect
-        self._extra_keys_of = extra_keys_of
-        self._answer_seconds = answer_seconds
-        self._clock = clock
+        self._tracer, self._events = tracer, events
+        self._connect, self._extra_keys_of = connect, extra_keys_of
+        self._answer_seconds, self._clock = answer_seconds, clock
+        self._introductions = Introductions()
         self._lookups: LookupThread | None = None
         self._is_offline = False
-        self._grid = Grid(1, 1, ())
-        self._tenant_secret = b""
+        self._grid, self._tenant_secret = Grid(1, 1, ()), b""
         self._namespace = b""  # the engine's namespace, replaced at every reset
         self._private_reason = ""  # why other engines can't find what is stored in this namespace
         self._states: dict[str, RequestState] = {}
-        self._computing = Computing()
+        self._computing, self._times = Computing(), TimedRequests(clock)
         self._stores: Stores | None = None
         self._rate = PrefillRate(prefill_tokens_per_second)
         self._waits = WaitDecisions(self._computing, self._rate, answer_seconds, clock, tracer, can_wait)
         self._next = StepMeta()  # the message to the workers for this step
-        self._times = TimedRequests(clock)
+        self._complete: Callable[[StepMeta], StepMeta] = lambda meta: meta  # also used while offline
 
     def adopt(self, messages: Iterable[Any]) -> None:
-        """Start looking up when a worker has identified itself. Ignores messages of other connectors."""
-        for message in messages:
-            if isinstance(message, EngineIdentity) and self._lookups is None and not self._is_offline:
+        """Start looking up when workers have identified the engine. Ignores messages of other connectors."""
+        for message in self._introductions.take(messages):
+            if self._lookups is None and not self._is_offline:
                 self._grid, self._tenant_secret = message.grid, message.hello.namespace
                 self._stores = Stores(self._grid, message.num_ranks, self._computing)
                 self._namespace = self._namespace or message.hello.namespace
-                client = self._connect(message)
-                self._lookups = LookupThread(client, message, self._rate, self._answer_seconds, self._clock)
+                settings = self._rate, self._answer_seconds, self._clock
+                self._lookups = start_lookups(self._connect(message), message, *settings)
+                self._complete = self._lookups.end_step
                 self._lookups.private_reason = self._private_reason
                 self._private_reason = self._private_reason or message.hello.private_reason
                 self._times.report = self._lookups.note_times
+                if message.conflict:
+                    self.begin_namespace(message.conflict)
 
     def go_offline(self) -> None:
         """Release all leases, detach and forget all requests, for the life of the process.
@@ -122,8 +124,7 @@ class SchedulerSide:
         self.forget(lambda _: True)
         if self._lookups is not None:
             self._lookups.close()
-        self._lookups = None
-        self._stores = None
+        self._lookups = self._stores = None
         self._computing.clear()
         self._next.stores.clear()
 
@@ -163,9 +164,8 @@ class SchedulerSide:
         if self._lookups is not None:
             arrived_at = self._clock()
             ticket = self._ask(request, self._lookups, num_handed_over // self._grid.chunk_tokens)
-            state = RequestState(request, ticket)
+            self._states[request.request_id] = state = RequestState(request, ticket)
             self._times.start(state, arrived_at, state.ticket.asked_at)
-            self._states[request.request_id] = state
             self._tracer.begin(state)
 
     def num_loadable(self, request: EngineRequest, num_computed_tokens: int) -> int | None:
@@ -188,18 +188,16 @@ class SchedulerSide:
         state.num_engine_tokens = num_computed_tokens
         if state.has_failed or request.skip_reading_prefix_cache:
             return 0
-        grid = self._grid
+        grid, waits = self._grid, self._waits
         num_chunks = grid.num_loadable_chunks(len(request.block_hashes), request.num_tokens)
         state.num_held = grid.num_held_chunks(num_computed_tokens, request.num_tokens, num_chunks)
         if not grid.loadable_tokens(num_computed_tokens, request.num_tokens, num_chunks):
             return self._decline(state, lookups)
         num_engine = num_computed_tokens // grid.chunk_tokens  # chunks that the engine itself has
-        if self._waits.is_computed_elsewhere(state, num_engine, lookups):
+        if waits.is_computed_elsewhere(state, num_engine, lookups):
             return None
         hit = lookups.find(state.ticket, num_engine)
-        num_hit = hit.num_chunks if hit is not None else 0
-        state.num_found = hit.num_leading if hit is not None else 0
-        waits = self._waits
+        num_hit, state.num_found = (hit.num_chunks, hit.num_leading) if hit is not None else (0, 0)
         if num_hit < num_chunks and waits.must_wait(state, lookups, num_hit, num_engine, grid.chunk_tokens):
             return None
         if hit is None:
@@ -238,9 +236,8 @@ class SchedulerSide:
 
     def note_preempted(self, request_id: str) -> None:
         """Record that the engine preempts the request and reuses its blocks in this step."""
-        state = self._states.get(request_id)
-        if state is not None:  # its stores may be aborted; a later Reserve finds out which chunks were stored
-            self._reclaim(state)
+        if state := self._states.get(request_id):
+            self._reclaim(state)  # stores may be aborted; a later Reserve finds out which chunks were stored
             self._computing.end(state)
             state.forget_progress()
 
@@ -290,16 +287,18 @@ class SchedulerSide:
         meta = self._next
         if self._lookups is not None and (num_tokens or not meta.loads):
             self._lookups.lease_loads()
-        if not (meta.loads or meta.stores or meta.reclaimed or meta.left_behind or meta.held or step):
-            return _NOTHING if num_tokens else _NOTHING_IDLE
-        meta.is_idle, meta.timed_step = not num_tokens, step
-        self._next = StepMeta()
-        return meta
+        if meta.loads or meta.stores or meta.reclaimed or meta.left_behind or meta.held or step:
+            meta.is_idle, meta.timed_step = not num_tokens, step
+        else:
+            meta = _NOTHING if num_tokens else _NOTHING_IDLE
+        complete, self._complete = self._complete, lambda message: message  # used if it raises
+        message, self._complete = complete(meta), complete
+        self._next = StepMeta() if meta is self._next else self._next
+        return message
 
     def note_loaded(self, request_id: str) -> None:
         """Record that the request's load ended on all ranks."""
-        state = self._states.get(request_id)
-        if state is not None:
+        if state := self._states.get(request_id):
             state.is_loading = False
             self._times.end_load(state)
             self._release(state)
@@ -323,6 +322,8 @@ class SchedulerSide:
             self._computing.end(state)
             return False
         self._times.end(state)
+        if self._lookups is not None:
+            self._lookups.end(state.ticket)
         # With async scheduling the last chunk may have its hash only now. The last token has no KV yet.
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         self._store(state, lambda _: tables, num_tokens, is_step_end=False)
@@ -340,8 +341,7 @@ class SchedulerSide:
         self._rate.end(report.timed_step, now := self._clock())
         self._times.end_step(report.timed_step, now)
         for request_id in report.failed_loads:
-            state = self._states.get(request_id)
-            if state is not None:
+            if state := self._states.get(request_id):
                 state.has_failed = True
                 state.num_stored_chunks = 0  # the rows are gone: store the chunks again
                 self._times.fail_load(state)

@@ -12,10 +12,12 @@ import itertools
 import logging
 import threading
 from collections.abc import Sequence
+from functools import partial
 from operator import itemgetter
 
 from lmcache_client.core.copier import EngineCopier, Fence, RowLoad
 from lmcache_client.core.jobs import GroupStore, LoadJob, Piece, StoreJob
+from lmcache_client.core.parts import PartNames
 from lmcache_client.rpc.errors import EngineCopiesError
 from lmcache_client.rpc.session import BlockCopy, SidecarSession
 from lmcache_store.tiers.memory.contracts import Reserved, Slot
@@ -30,8 +32,10 @@ large calls, more copies are lost when the engine reuses blocks, and other clien
 class LoadTransfer:
     """A running LoadJob."""
 
-    def __init__(self, job: LoadJob, fence: Fence) -> None:
+    def __init__(self, job: LoadJob, fence: Fence, names: PartNames | None = None) -> None:
+        """``names``: those of the rank's part, if the scheduler is in another one."""
         self.job = job
+        self._names = names
         self.ended = threading.Event()
         self.seconds = 0.0
         self._fence = fence
@@ -55,7 +59,8 @@ class LoadTransfer:
         """Copy batch by batch, until a piece fails: KV after a gap is useless. Raises SidecarError."""
         if session.slots is None:
             return
-        self._pieces = self.job.pieces()
+        finds = () if self._names is None else (partial(self._names.find, session.index.find_few),)
+        self._pieces = self.job.pieces(*finds)
         self._good = [False] * len(self._pieces)
         remaining = iter(self._batches(copier))  # each thread takes the next batch
 

@@ -4,7 +4,7 @@ A request waits for rows that another request of this engine is computing, as lo
 It waits for no request of lower priority. It also waits for rows that the sidecar is promoting, as long as
 they arrive faster than the engine would compute them (``waiting.RowWait``), and for rows that a prefill
 engine has announced and is still storing. Announced rows may never arrive, so the rows of other requests do
-not prolong the wait for them.
+not prolong the wait for them. ``parted_lookups`` limits the waits for other parts of the engine.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class WaitDecisions:
             and other.priority <= state.priority
             and self._stepped_at - other.progressed_at < TIMING.hold_seconds
             and lookups.is_attached
+            and not lookups.is_store_late(state.ticket, chunk, other)
         )
         self._num_waiting += is_waiting
         if is_waiting:
@@ -112,7 +113,7 @@ class WaitDecisions:
             return is_coming and not self._wait(state, now).is_overdue(
                 progress(num_announced), is_promoted=False
             )
-        answer = ticket.answer
+        answer = lookups.answer_to(ticket)
         if answer is not None and now - ticket.answered_at >= OLD_SECONDS and state.wait is None:
             ticket.answer = None
             self._wait(state, now)  # the next answer counts, even if steps take longer than OLD_SECONDS

@@ -37,6 +37,8 @@ from typing import Any
 
 from lmcache_client.core.copier import EngineCopier, Fence, use_all_cores
 from lmcache_client.core.jobs import EngineIdentity, StepMeta, WorkerReport
+from lmcache_client.core.part_speaker import PartSpeaker
+from lmcache_client.core.parts import PartedIdentity, PartedReport, PartedStep, PartNames
 from lmcache_client.core.transfers import LoadTransfer, StoreTransfer
 from lmcache_client.off_notice import NOT_CACHED, OffNotice
 from lmcache_client.rpc.client import SidecarClient
@@ -76,6 +78,9 @@ class WorkerSide:
         self._can_wait = can_wait
         self.identity: EngineIdentity | None = None
         """Identity of this rank's engine; None until it is attached."""
+        self._names: PartNames | None = None  # None: the scheduler side is in this rank's part
+        self._speaker: PartSpeaker | None = None  # None: this rank makes no calls for the scheduler side
+        self._relayed: StepMeta | None = None  # the last step whose calls have begun
         self._is_identity_reported = False  # to the scheduler side
         self._attach = attach
         self._clock = clock
@@ -99,7 +104,7 @@ class WorkerSide:
         self._held: dict[str, float] = {}  # finished request -> since when its blocks are held
         self._bad_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
-        self._report = WorkerReport()
+        self._report = WorkerReport()  # a PartedReport as soon as the engine is known to have parts
         self._figures: Counter[str] = Counter()
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
@@ -117,11 +122,15 @@ class WorkerSide:
         with self._lock:
             self._is_offline = True
             self._client = None
+            speaker, self._speaker = self._speaker, None
+        if speaker is not None:
+            speaker.close()
         _cancel(self._stores.values())
 
     def handle_preemptions(self, meta: Any) -> None:
         """Wait for copies of blocks that the engine is about to overwrite, and abort them at the limit."""
         step = _step(meta)
+        self._relay(step)
         if step.reclaimed:
             self._end(step.reclaimed, TIMING.preemption_seconds)
         if step.left_behind:
@@ -134,13 +143,14 @@ class WorkerSide:
 
     def start_loads(self, meta: Any) -> None:
         """Begin the step's loads, unless they have already begun."""
-        if not (jobs := _step(meta).loads):
+        self._relay(step := _step(meta))
+        if not (jobs := step.loads):
             return
-        loads = [job for job in jobs if job.request_id not in self._loading]
+        loads, client = [job for job in jobs if job.request_id not in self._loading], self._client
         fence = self._fence() if loads else None
         for job in loads:
             self._loading.add(job.request_id)
-            self._loader.submit(self._run, LoadTransfer(job, fence))
+            self._loader.submit(self._run, LoadTransfer(job, fence, self._names), client)
 
     def start_stores(self, meta: Any) -> None:
         """Begin the step's stores. Its forward pass has ended or, on a GPU, is queued before the fence."""
@@ -154,6 +164,7 @@ class WorkerSide:
         """
         self.off.repeat()
         step = _step(meta)
+        self._relay(step)
         self._announce(step)
         if step.held:
             self._held |= dict.fromkeys(step.held, self._clock())
@@ -178,12 +189,22 @@ class WorkerSide:
         """Return the report for the scheduler side since the last call; None if it would be empty."""
         timed_step = _step(meta).timed_step
         if not self._is_identity_reported and self.identity is not None:
-            self._is_identity_reported, self._report.identity = True, self.identity
+            self._note_parts(isinstance(self.identity, PartedIdentity))
+            self._is_identity_reported, self._report.identity = True, self.identity_to_report
+        if self._speaker is not None and isinstance(self._report, PartedReport):
+            self._report.answers |= self._speaker.take_answers()
         if not (timed_step or self._report):
             return None
-        report, self._report = self._report, WorkerReport()
+        report, self._report = self._report, type(self._report)()
         report.timed_step = timed_step
         return report
+
+    @property
+    def identity_to_report(self) -> EngineIdentity | None:
+        """Identity for the scheduler side, which needs one of each part; None: there is none yet."""
+        identity = self.identity
+        is_silent = isinstance(identity, PartedIdentity) and identity.part > 0 and not identity.is_speaker
+        return None if is_silent else identity
 
     def take_figures(self) -> dict[str, float]:
         """Return the summed figures of the copies that ended since the last call."""
@@ -205,11 +226,25 @@ class WorkerSide:
             return
         with self._lock:
             if not self._is_offline:
+                if isinstance(identity, PartedIdentity) and identity.part:
+                    self._names = PartNames(identity)
+                    if identity.is_speaker:
+                        self._speaker = PartSpeaker(client, identity, self._names)
                 self._copier, self.identity, self._client = copier, identity, client
                 self._resources.callback(copier.close)
                 self._resources.callback(client.close)
                 return
         client.close()
+
+    def _relay(self, step: StepMeta) -> None:
+        """Begin the step's calls for the scheduler side, once."""
+        if self._speaker is not None and isinstance(step, PartedStep) and step is not self._relayed:
+            self._relayed = step
+            self._speaker.take(step.relays)
+
+    def _note_parts(self, has_parts: bool) -> None:
+        if has_parts and not isinstance(self._report, PartedReport):
+            self._report = PartedReport(**vars(self._report))
 
     def _end(self, job_ids: Iterable[int], seconds: float) -> None:
         """Wait for copies at most ``seconds`` in total, then abort them."""
@@ -226,6 +261,7 @@ class WorkerSide:
             return
         self._begin_waiting()
         self._step = step
+        self._note_parts(isinstance(step, PartedStep))
         if self.identity is not None and self.identity.is_replica:
             self._report.stores_ended.update(job.job_id for job in step.stores)
             return
@@ -236,12 +272,15 @@ class WorkerSide:
     def _begin_waiting(self) -> None:
         if not self._waiting:
             return
-        fence = self._fence()
+        client, fence = self._client, self._fence()
+        salts = self._step.salts if isinstance(self._step, PartedStep) else {}
         while self._waiting:
             transfer = self._waiting.pop(0)
             transfer.fence = fence
+            if self._names is not None:
+                transfer.job = self._names.store(transfer.job, salts)
             storer = self._urgent_storer if transfer.job.is_transient else self._storer
-            storer.submit(self._run, transfer)
+            storer.submit(self._run, transfer, client)
 
     def _wait_for_a_load(self, loaded: set[str]) -> None:
         deadline = time.monotonic() + LOAD_WAIT_SECONDS
@@ -255,11 +294,11 @@ class WorkerSide:
     def _fence(self) -> Fence:
         return self._copier.fence() if self._client is not None and self._copier is not None else None
 
-    def _run(self, transfer: LoadTransfer | StoreTransfer) -> None:
-        client, copier = self._client, self._copier
-        began = time.perf_counter()
+    def _run(self, transfer: LoadTransfer | StoreTransfer, client: SidecarClient | None) -> None:
+        """Copy, unless this rank had no ``client`` when the copy began: it would lack fence and names."""
+        copier, began = self._copier, time.perf_counter()
         try:
-            session = client.session if client is not None else None
+            session = client.session if client is not None and self._client is not None else None
             if session is not None and copier is not None:
                 transfer.run(session, copier)
         except SidecarError as error:  # an unanswered call ends the session, so later stores don't wait
@@ -276,6 +315,8 @@ class WorkerSide:
         self._figures.update(transfer.figures)
         if isinstance(transfer, StoreTransfer):
             self._report.stores_ended[transfer.job.job_id] += 1
+            if isinstance(self._report, PartedReport) and not transfer.is_complete:
+                self._report.incomplete.add(transfer.job.job_id)
             del self._stores[transfer.job.job_id]
             return
         self._loading.discard(request_id)

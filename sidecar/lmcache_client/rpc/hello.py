@@ -88,3 +88,11 @@ class ClientHello:
     """NUMA node of the GPU of each column; empty: unknown."""
     computes_on_cpu: bool = False
     """False: on a GPU, or unknown."""
+
+
+@dataclass(frozen=True)
+class PartedHello(ClientHello):
+    """Identity of a client of an engine whose ranks span several nodes. Others send no ``num_parts``."""
+
+    num_parts: int = 2
+    """Nodes of the engine. All have the same number of ranks, and each has a sidecar."""

@@ -138,6 +138,7 @@ class SidecarSession:
         scheduled: pb.Scheduled | None = None,
         num_handed_over: int = 0,
         private_reason: str = "",
+        is_relayed: bool = False,
         timeout: float | None = None,
     ) -> LookupResult:
         """Look up a request's leading chunks, and lease the rows in memory that a hit of them needs.
@@ -157,6 +158,7 @@ class SidecarSession:
             num_handed_over: leading chunks that another engine has computed a moment ago. The sidecar asks
                 lower tiers for their rows in each call, because they may be stored only now.
             private_reason: why keys became private after the attach; empty: they did not.
+            is_relayed: do not count hits and misses, because the sidecar of another node does.
             timeout: deadline in seconds; None: ``TIMING.call_seconds``.
         """
         if not hint:
@@ -173,6 +175,7 @@ class SidecarSession:
             scheduled=scheduled,
             num_handed_over_chunks=num_handed_over,
             private_reason=service.shortened(private_reason),
+            relayed=is_relayed,
         )
         return LookupResult(reply.num_resident, reply.num_leased, reply.num_pending, reply.probing)
 

@@ -16,16 +16,18 @@ from lmcache_client.core.copier import EngineCopier
 from lmcache_client.core.cuda_copier import make_copier
 from lmcache_client.core.jobs import EngineIdentity
 from lmcache_client.core.layout import KVCaches, Layout, num_bytes, page_views, tensors_of
+from lmcache_client.core.parts import PartedIdentity, part_namespace
 from lmcache_client.core.settings import TOKENS_PER_SECOND, read_settings
 from lmcache_client.cuda.driver import Device
 from lmcache_client.errors import UnnamedError, UnsupportedError
 from lmcache_client.off_notice import OffNotice
 from lmcache_client.rpc.client import SidecarClient
-from lmcache_client.rpc.hello import ClientHello, Role, TransferOffer
+from lmcache_client.rpc.hello import ClientHello, PartedHello, Role, TransferOffer
 from lmcache_client.rpc.service import DEFAULT_SOCKET
 from lmcache_client.vllm import fingerprint
 from lmcache_client.vllm.groups import GroupSpec, num_replicas, read_groups
 from lmcache_client.vllm.layouts import check_stages, check_supported, content_id
+from lmcache_client.vllm.places import RankPlace
 from lmcache_store import keys
 from lmcache_store.common import options
 from lmcache_store.common.units import round_up
@@ -79,25 +81,31 @@ def attach_worker(
     parallel = vllm_config.parallel_config
     replicas = num_replicas(parallel.tensor_parallel_size, kv_cache_config)
     shards = parallel.tensor_parallel_size // replicas
-    stage, rank = _place()
-    namespace, reason = _namespace(vllm_config, contents, shards, (chunk_tokens, hash_tokens))
+    place = RankPlace.of(parallel, _rank(parallel), replicas)
+    namespace, reason = _namespace(vllm_config, contents, shards, (chunk_tokens, hash_tokens), place)
     hello = ClientHello(
         role=Role.WORKER,
         engine_uuid=_engine_uuid(vllm_config),
-        namespace=namespace,
+        namespace=part_namespace(namespace, place.part),
         chunk_tokens=chunk_tokens,
         groups=_of_largest_stage(vllm_config, groups, layouts),
-        num_columns=shards * parallel.pipeline_parallel_size,
-        column=stage * shards + rank // replicas,
+        num_columns=len(place.owners),
+        column=place.column,
         private_reason=reason,
         model=vllm_config.model_config.model,
-        transfer=_transfer(copier, is_replica=bool(rank % replicas)),
-        kv_bytes=0 if rank % replicas else num_bytes(kv_caches),  # replicas count as one cache
+        transfer=_transfer(copier, is_replica=place.is_replica),
+        kv_bytes=0 if place.is_replica else num_bytes(kv_caches),  # replicas count as one cache
     )
-    ranks = range(0, parallel.tensor_parallel_size * parallel.pipeline_parallel_size, replicas)
-    nodes = _numa_nodes(hello.transfer.gpu_uuid, stage * parallel.tensor_parallel_size + rank, ranks)
+    nodes = _numa_nodes(hello.transfer.gpu_uuid, place)
     hello = replace(hello, numa_nodes=nodes, computes_on_cpu=not hello.transfer.gpu_uuid)
-    identity = EngineIdentity(hello, hash_tokens, replicas, is_replica=bool(rank % replicas))
+    identity = EngineIdentity(hello, hash_tokens, replicas, place.is_replica)
+    if place.num_parts > 1:
+        hello = PartedHello(**vars(hello), num_parts=place.num_parts)
+        parts = place.part, place.num_parts, place.num_parts * place.num_ranks
+        is_speaker, num_batches = place.part > 0 and not place.rank, vllm_config.max_concurrent_batches
+        identity = PartedIdentity(
+            hello, hash_tokens, replicas, place.is_replica, *parts, is_speaker, num_batches
+        )
     return start_client(settings.socket, hello, copier), copier, identity
 
 
@@ -155,7 +163,11 @@ def start_client(socket: str, hello: ClientHello, copier: EngineCopier | None = 
 
 
 def _namespace(
-    vllm_config: Any, contents: list[fingerprint.GroupContents], shards: int, grid_tokens: tuple[int, int]
+    vllm_config: Any,
+    contents: list[fingerprint.GroupContents],
+    shards: int,
+    grid_tokens: tuple[int, int],
+    place: RankPlace,
 ) -> tuple[bytes, str]:
     """Return the engine's namespace, and why no other engine shares it; empty if others can."""
     from vllm.v1.core import kv_cache_utils
@@ -169,6 +181,8 @@ def _namespace(
         except UnnamedError as error:
             reason = f"the weights can't be identified: {error}"
     listing = fingerprint.listing(vllm_config, weights, contents, shards, grid_tokens)
+    if place.num_parts > 1:  # rows have the columns of one part
+        listing["parts"] = place.num_parts
     if reason:
         listing["private_to"] = _engine_uuid(vllm_config)
         logger.warning("Cached KV stays private to this engine: %s", reason)
@@ -196,11 +210,12 @@ def _content_id(vllm_config: Any, layer: str, kv: torch.Tensor, num_blocks: int)
     return content_id(kv, num_blocks, backend, getattr(attention, "isa", ""), vllm.__version__)
 
 
-def _place() -> tuple[int, int]:
-    """Return this rank's pipeline stage, and its tensor-parallel rank in that stage."""
+def _rank(parallel: Any) -> int:
+    """Return the number of this rank in its engine."""
     from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
-    return int(get_pp_group().rank_in_group), int(get_tensor_model_parallel_rank())
+    stage, rank = get_pp_group().rank_in_group, get_tensor_model_parallel_rank()
+    return int(stage * parallel.tensor_parallel_size + rank)
 
 
 def _transfer(copier: EngineCopier, *, is_replica: bool) -> TransferOffer:
@@ -210,17 +225,17 @@ def _transfer(copier: EngineCopier, *, is_replica: bool) -> TransferOffer:
     return offer
 
 
-def _numa_nodes(gpu_uuid: str, rank: int, ranks: range) -> tuple[int, ...]:
-    """Return the NUMA node of the GPU of each of these ranks; empty if one is unknown.
+def _numa_nodes(gpu_uuid: str, place: RankPlace) -> tuple[int, ...]:
+    """Return the NUMA node of the GPU of each column of this node; empty if one is unknown.
 
     vLLM gives each data-parallel rank the next visible GPUs, in the order of its ranks, unless each rank sees
     only its own GPU.
     """
     devices = Device.visible() if gpu_uuid else []
-    first = next((n for n, device in enumerate(devices) if device.uuid == gpu_uuid), -1) - rank
-    if first < 0 or first % ranks.stop or len(devices) < first + ranks.stop:
+    first = next((n for n, device in enumerate(devices) if device.uuid == gpu_uuid), -1) - place.rank
+    if first < 0 or first % place.num_ranks or len(devices) < first + place.num_ranks:
         return ()
-    nodes = [devices[first + other].numa_node for other in ranks]
+    nodes = [devices[first + owner].numa_node for owner in place.owners]
     return tuple(node for node in nodes if node is not None) if None not in nodes else ()
 
 

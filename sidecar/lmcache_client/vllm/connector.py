@@ -115,7 +115,7 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         """
         if self._worker is None or not has_kv_transfer_group() or get_kv_transfer_group() is not self:
             return None
-        return self._worker.identity
+        return self._worker.identity_to_report
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Wait shortly for copies of blocks that the engine is about to overwrite, or abort them."""

@@ -19,6 +19,7 @@ import torch
 
 from lmcache_client.core.layout import Layout, by_block
 from lmcache_client.errors import UnsupportedError
+from lmcache_client.vllm.places import max_parts
 
 KNOWN_CONTENTS: Mapping[tuple[str, str], str] = {
     # Per block and head: K transposed [head_size, tokens], then V [tokens, head_size].
@@ -46,11 +47,11 @@ def check_supported(vllm_config: Any, kv_cache_config: Any, world_nodes: int = 1
             raise UnsupportedError(f"{name} > 1 is not supported yet")
     # Ray and torchrun place ranks on nodes of which the configuration does not know.
     num_nodes = max(parallel.nnodes_within_dp, math.ceil(world_nodes / parallel.data_parallel_size))
-    if num_nodes > 1:
+    if num_nodes > max_parts(parallel):
         raise UnsupportedError(
-            f"a data-parallel rank spans {num_nodes} nodes, but the cache needs all of its GPUs in one pod;"
-            " lower tensor x pipeline parallel size to the GPUs of a node, and use the other nodes with"
-            " --data-parallel-size"
+            f"a data-parallel rank spans {num_nodes} nodes, which the cache supports only with vLLM's own"
+            " launcher; start vLLM on each node with --nnodes and --distributed-executor-backend mp, or lower"
+            " tensor x pipeline parallel size to the GPUs of a node"
         )
     if parallel.enable_elastic_ep:
         raise UnsupportedError(

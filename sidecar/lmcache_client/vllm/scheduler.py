@@ -190,6 +190,8 @@ class VLLMScheduler(SchedulerSide):
     def update_connector_output(self, output: Any) -> None:
         """Record ended jobs. ``output`` is the engine's KVConnectorOutput, merged over all ranks."""
         report = output.kv_connector_worker_meta
+        if self._lookups is not None:
+            self._lookups.note_output(report)
         if isinstance(report, WorkerReport):
             self.take_report(report)
         for request_id in output.finished_recving or ():

@@ -232,10 +232,10 @@ class Clients:
         return max(reasons, default=None)
 
     def num_gpus(self, engine: bytes) -> int:
-        """Return the GPUs of an engine: its attached workers that may have one; 1 if none is attached."""
+        """Return the GPUs of an engine: its workers that may have one; 1 if none is attached."""
         peers = [client.peer for client in self.by_uuid.values() if client.is_attached]
         workers = [peer for peer in peers if peer.is_worker and peer.engine == engine]
-        return sum(not peer.hello.computes_on_cpu for peer in workers) if workers else 1
+        return sum(peer.num_workers for peer in workers if not peer.hello.computes_on_cpu) if workers else 1
 
     def _peers(self, engine: bytes) -> list[ParsedHello]:
         return [client.peer for client in self.by_uuid.values() if client.peer.engine == engine]

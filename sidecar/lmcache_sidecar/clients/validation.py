@@ -86,6 +86,11 @@ class ParsedHello:
         """True for a rank, False for the scheduler."""
         return self.hello.role == pb.ROLE_WORKER
 
+    @property
+    def num_workers(self) -> int:
+        """Workers of the engine for which this rank stands: one on each of its nodes. 0: a scheduler."""
+        return max(1, self.hello.num_parts) if self.is_worker else 0
+
     def __str__(self) -> str:
         role = f"worker of column {self.hello.column}" if self.is_worker else "scheduler"
         reason = self.hello.private_reason
@@ -113,6 +118,7 @@ def parse_hello(hello: pb.Hello) -> ParsedHello:
     num_columns, num_groups = hello.geometry.num_columns, len(hello.geometry.groups)
     require(1 <= num_columns <= _MAX_COLUMNS, f"num_columns must be 1 to {_MAX_COLUMNS}, it is {num_columns}")
     require(hello.column < num_columns, f"column {hello.column} is not below num_columns, {num_columns}")
+    require(hello.num_parts <= _MAX_COLUMNS, f"num_parts must be at most {_MAX_COLUMNS}")
     require(len(hello.numa_nodes) in (0, num_columns), f"numa_nodes must name none or {num_columns} nodes")
     require(1 <= num_groups <= MAX_GROUPS, f"geometry must have 1 to {MAX_GROUPS} groups, not {num_groups}")
     groups = {

@@ -280,16 +280,16 @@ LOOKUPS: tuple[Figure[LookupSampler], ...] = (
     Figure("samples_dropped", "Samples dropped from the ring that /samples serves",
         lambda samples: samples.num_dropped, is_counter=True),
     Figure("chunk_tokens", "Tokens of a chunk", lambda samples: samples.chunk_tokens),
-    Figure("row_bytes", "Bytes that a chunk takes in memory, of all ranks and KV groups",
+    Figure("row_bytes", "Bytes that a chunk takes in memory, of all KV groups and ranks on the node",
         lambda samples: samples.row_bytes),
-    Figure("kv_bytes_per_token", "Bytes of a token's KV as stored, of all ranks",
+    Figure("kv_bytes_per_token", "Bytes of a token's KV as stored, of all ranks on the node",
         lambda samples: samples.kv_bytes_per_token),
-    Figure("engine_kv_bytes", "Bytes of the engines' own KV caches, of all ranks",
+    Figure("engine_kv_bytes", "Bytes of the engines' own KV caches, of all ranks on the node",
         lambda samples: sum(client.peer.hello.kv_bytes for client in samples.followed())),
-    Figure("gpus", "Attached workers of the engines: one for each GPU, or for each process on CPUs",
-        lambda samples: sum(client.peer.is_worker for client in samples.followed())),
+    Figure("gpus", "Workers of engines whose requests are counted: one for each GPU, or each process on CPUs",
+        lambda samples: sum(client.peer.num_workers for client in samples.counted())),
     Figure("prefill_tokens_per_second", "Prompt tokens that the engines compute per second; 0: not known",
-        lambda samples: round(sum(client.prefill_tokens_per_second for client in samples.followed()))),
+        lambda samples: round(sum(client.prefill_tokens_per_second for client in samples.counted()))),
 )
 # fmt: on
 

@@ -27,6 +27,8 @@ class Timing:
     """Time until the sidecar answers a call for which no request waits."""
     lookup_seconds: float = 0.5
     """Time until the sidecar answers a lookup, unless the settings allow more."""
+    part_seconds: float = 0.2
+    """Time in which another part of the engine must answer a hint, unless three steps take longer."""
     report_seconds: float = 5.0
     """Time until a report of a blocking engine is sent. Older reports are dropped, as of a frozen sidecar."""
     row_seconds: float = 0.05

@@ -40,8 +40,9 @@ _BY_CAUSE = {
         "The tiers are too small for your prompts. Compare larger sizes with `kubectl lmcache curve`.",
     ),
     "being_stored": (
-        "were computed while an earlier request was still storing them",
-        "Equal prompts arrive at the same time. Send one of them first, if you can.",
+        "were computed while an earlier request was still storing them, or another node lacked them",
+        "If equal prompts arrive at the same time, send one of them first. "
+        "Otherwise, find the node that lacks rows: docs/reference/vllm.md, Ranks over several nodes.",
     ),
     "store_refused": (
         "were not stored, because memory was full of rows that were in use or guaranteed to other tenants",

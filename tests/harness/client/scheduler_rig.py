@@ -1,9 +1,11 @@
 """The connector's scheduler side over a sidecar double, with hand-made requests and steps."""
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 from lmcache_client.core.jobs import EngineIdentity, WorkerReport
+from lmcache_client.core.parts import PartedIdentity, part_namespace
 from lmcache_client.core.requests import Ticket
 from lmcache_client.vllm.scheduler import VLLMScheduler
 from lmcache_store import keys
@@ -22,6 +24,15 @@ def make_identity(*groups, chunk_tokens=64, **hello):
 
 IDENTITY = make_identity()
 GRID = IDENTITY.grid
+
+
+def introductions_of(identity):
+    """The messages in which the parts of an engine identify themselves."""
+    if not isinstance(identity, PartedIdentity):
+        return [identity]
+    parts = range(identity.num_parts)
+    hellos = (replace(identity.hello, namespace=part_namespace(NAMESPACE, part)) for part in parts)
+    return [replace(identity, part=part, hello=hello) for part, hello in enumerate(hellos)]
 
 
 def hashes(num_tokens, name="p"):
@@ -65,7 +76,7 @@ def row_keys(group, *chunk_hashes):
 
 
 class Rig:
-    def __init__(self, identity=IDENTITY, **settings):
+    def __init__(self, identity=IDENTITY, introductions=None, **settings):
         self.now = 0.0
         self.session = SessionDouble()
         self.extra_keys = {None: ()}
@@ -76,7 +87,7 @@ class Rig:
             num_blocks=1000,
             **settings,
         )
-        self.scheduler.adopt(["another connector's message", identity])
+        self.scheduler.adopt(["another connector's message", *(introductions or introductions_of(identity))])
         self.lookups = self.scheduler._lookups
         self.tables = {}
 

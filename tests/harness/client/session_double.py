@@ -27,6 +27,7 @@ class SessionDouble:
         self.rows: dict[bytes, Slot] = {}
         self.committed: list[Slot] = []
         self.aborted: list[Slot] = []
+        self.tenants: set[bytes] = set()  # of all reservations
         self.leased: set[str] = set()
         self.owed: list[str] = []
         self.num_pending = 0
@@ -64,13 +65,19 @@ class SessionDouble:
         rows, generations = [slot.row for slot in slots], [slot.generation for slot in slots]
         return Found(np.array(rows, np.int64), np.array(generations, np.uint64))
 
+    def find_few(self, keys: Iterable[bytes]) -> list[Slot]:
+        """Like ``MappedIndex.find_few``."""
+        return self._leading(_split(b"".join(keys)))
+
     def find_each(self, row_keys: Any) -> Located:
-        """Like ``MappedIndex.find_each``."""
+        """Like ``MappedIndex.find_each``: the place of an absent row is that of another one."""
         slots = [self.rows.get(key) for key in _split(row_keys.tobytes())]
-        committed = [slot if slot in self.committed else None for slot in slots]
-        rows = np.array([slot.row if slot else 0 for slot in committed], np.int64)
-        generations = np.array([slot.generation if slot else 0 for slot in committed], np.uint64)
-        return Located(np.array([slot is not None for slot in committed], np.bool_), rows, generations)
+        is_there = [slot in self.committed for slot in slots]
+        other = self.committed[0] if self.committed else Slot(0, 0)
+        places = [slot if slot in self.committed else other for slot in slots]
+        rows = np.array([slot.row for slot in places], np.int64)
+        generations = np.array([slot.generation for slot in places], np.uint64)
+        return Located(np.array(is_there, np.bool_), rows, generations)
 
     def view(self, row: int, num_bytes: int) -> Any:
         """Like ``SidecarSession.view``, with one slot for each row."""
@@ -103,8 +110,9 @@ class SessionDouble:
         slots = itertools.takewhile(lambda slot: slot in self.committed, map(self.rows.get, keys))
         return [slot for slot in slots if slot is not None]
 
-    def reserve(self, group: int, keys: bytes, **_: Any) -> list[Reservation]:
+    def reserve(self, group: int, keys: bytes, *, tenant: bytes = b"", **_: Any) -> list[Reservation]:
         self._check_up()
+        self.tenants.add(tenant)
         return list(map(self._reserve, _split(keys)))
 
     def commit(self, slots: Sequence[Slot], timeout: float = 0) -> None:

@@ -1,5 +1,6 @@
 """The connector's worker side over a sidecar double, with copies of one byte for each block."""
 
+import pickle
 import threading
 import time
 from typing import Any, cast
@@ -7,13 +8,25 @@ from typing import Any, cast
 import numpy as np
 
 from lmcache_client.core.jobs import GroupLoad, GroupStore, LoadJob, StepMeta, StoreJob
+from lmcache_client.core.parts import PartedIdentity, PartedStep, part_namespace
 from lmcache_client.core.worker import WorkerSide
+from lmcache_store import keys
 from lmcache_store.tiers.memory.contracts import Found
 from tests.harness.client.scheduler_rig import make_identity
 from tests.harness.client.session_double import SessionDouble
-from tests.harness.sidecar.wire import NAMESPACE
+from tests.harness.sidecar.wire import NAMESPACE, make_hello
 
 IDENTITY = make_identity()
+
+SALT = keys.salt_hash("salt")
+TENANT = keys.tenant_of_hash(SALT, NAMESPACE)
+"""Tenant of this salt in part 0."""
+
+
+def parted_identity(part, engine=NAMESPACE, groups=IDENTITY.hello.groups, **fields):
+    """A rank of an engine of three parts. ``engine``: namespace of the engine, as this rank computes it."""
+    hello = make_hello(namespace=part_namespace(engine, part), groups=groups, chunk_tokens=64)
+    return PartedIdentity(hello, IDENTITY.hash_tokens, part=part, num_parts=3, num_ranks=6, **fields)
 
 
 def found_rows(*slots):
@@ -66,10 +79,10 @@ class CopierDouble:
 
 
 class WorkerRig:
-    def __init__(self, **settings):
+    def __init__(self, identity=IDENTITY, **settings):
         self.now = 0.0
         self.session, self.copier = SessionDouble(), CopierDouble()
-        attached = cast(Any, (self.session, self.copier, IDENTITY))
+        attached = cast(Any, (self.session, self.copier, identity))
         self.worker = WorkerSide(lambda _: attached, lambda: self.now, **settings)
         self.worker.register_kv_caches({})
         self.jobs = 0
@@ -82,14 +95,20 @@ class WorkerRig:
         stores = []
         for group, ids in (groups or {0: blocks}).items():
             self.copier.kv |= {block: block for block in ids}
-            keys = b"".join(
+            row_keys = b"".join(
                 NAMESPACE + (b"%d %s" % (group, name) if group else name).ljust(32) for name in names
             )
-            stores.append(GroupStore(group, 0, keys, ids))
+            stores.append(GroupStore(group, 0, row_keys, ids))
         return StoreJob(self.jobs, request_id, tuple(stores), is_transient=is_transient)
 
     def store(self, **fields):
         self.worker.start_stores(StepMeta(stores=[self.job(**fields)]))
+
+    def store_in_part(self, **fields):
+        """Store rows in an engine of several parts, and wait for the end."""
+        step = PartedStep(stores=[self.job(**fields)], salts={TENANT: SALT})
+        self.worker.start_stores(pickle.loads(pickle.dumps(step)))
+        self.collect_until(lambda *_: not self.worker._stores)
 
     def hold_store(self, **fields):
         """Start a store whose first copy stays in progress until the gate opens."""

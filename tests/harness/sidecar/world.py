@@ -4,13 +4,13 @@ import asyncio
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
 from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_client.rpc.attachment import hello_message
-from lmcache_client.rpc.hello import ClientHello, Role
+from lmcache_client.rpc.hello import ClientHello, PartedHello, Role
 from lmcache_sidecar.clients.registry import Client, Clients
 from lmcache_sidecar.copiers.copier import Mode, SidecarCopier
 from lmcache_sidecar.explain.causes import Causes
@@ -81,8 +81,12 @@ class FakeStore:
     def register(self, namespace, *, label, chunk_bytes) -> None:
         pass
 
-    def lookup(self, lease_id, chains, *, chunk_seconds, is_hint, num_scheduled_hits) -> LookupResult:
-        result = self.memory.lookup(lease_id, chains, is_hint=is_hint, num_found=num_scheduled_hits)
+    def lookup(
+        self, lease_id, chains, *, chunk_seconds, is_hint, num_scheduled_hits, is_counted
+    ) -> LookupResult:
+        result = self.memory.lookup(
+            lease_id, chains, is_hint=is_hint, num_found=num_scheduled_hits, is_counted=is_counted
+        )
         return LookupResult(result.num_resident, result.num_leased)
 
     def absence(self, key, request) -> Absence:
@@ -148,7 +152,8 @@ class World:
             "chunk_tokens": 16,
             "groups": (KVGroup(0, 16, 4096),),
         }
-        hello = hello_message(ClientHello(role, **(defaults | fields)), client_uuid)
+        hello_type = PartedHello if "num_parts" in fields else ClientHello
+        hello = hello_message(hello_type(role, **(defaults | fields)), client_uuid)
         return asyncio.run(self.sessions.attach(hello))
 
     def reserve(self, client: Client, *numbers: int, group: int = 0) -> pb.ReserveReply:
@@ -157,12 +162,10 @@ class World:
             pb.ReserveRequest(epoch=client.epoch, client_uuid=client.peer.uuid, keys=keys, group=group)
         )
 
-    def lookup(
-        self, client: Client, request_id: str, *numbers: int, scheduled: pb.Scheduled | None = None
-    ) -> pb.LookupReply:
+    def lookup(self, client: Client, request_id: str, *numbers: int, **fields: Any) -> pb.LookupReply:
         keys = b"".join(bytes([number]) * 64 for number in numbers)
         request = pb.LookupRequest(
-            epoch=client.epoch, client_uuid=client.peer.uuid, request_id=request_id, scheduled=scheduled
+            epoch=client.epoch, client_uuid=client.peer.uuid, request_id=request_id, **fields
         )
         request.groups.add(group=0, keys=keys)
         return self.sessions.lookup(request)

@@ -7,6 +7,7 @@ import math
 import os
 import tempfile
 import uuid
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -85,6 +86,8 @@ class SimSettings:
     tensor_parallel: int = 1
     num_kv_heads: int = 8  # heads that tensor parallelism can split; 1 for latents
     pipeline_parallel: int = 1
+    num_parts: int = 1  # nodes that share the ranks equally, each with a sidecar of its own
+    max_late_outputs: int = 0  # steps that are scheduled before the output of a step is processed
     steps_together: bool = False  # one of two data-parallel ranks of a mixture-of-experts model
 
     @property
@@ -124,7 +127,8 @@ def model_runner(number: int):
 def make_configs(settings: SimSettings, socket: str):
     """Configurations of the engine: VllmConfig, KVCacheConfig, block size, hash block size."""
     config = copy.deepcopy(_vllm_config(settings))
-    config.kv_transfer_config = KVTransferConfig(**connector_config(socket, **CONNECTOR))
+    connector = CONNECTOR if settings.num_parts == 1 else {"chunk_tokens": CHUNK}  # in time of steps
+    config.kv_transfer_config = KVTransferConfig(**connector_config(socket, **connector))
     config.kv_transfer_config.engine_id = config.instance_id = uuid.uuid4().hex
     config.cache_config.num_gpu_blocks = settings.num_blocks
     config.kv_events_config = KVEventsConfig(enable_kv_cache_events=settings.has_events, publisher="null")
@@ -135,6 +139,17 @@ def make_configs(settings: SimSettings, socket: str):
         config.parallel_config.data_parallel_size = 2
         config.model_config.model_arch_config.num_experts = 8
     return config, cache, block, hash_block
+
+
+def part_config(config, sockets: Sequence[str], part: int):
+    """The configuration of the processes on one node, of which each node has another instance id."""
+    config = copy.deepcopy(config)
+    config.kv_transfer_config.kv_connector_extra_config["lmcache.socket"] = sockets[part]
+    config.parallel_config.nnodes, config.parallel_config.node_rank = len(sockets), part
+    config.parallel_config.distributed_executor_backend = "mp"
+    if part:
+        config.instance_id = uuid.uuid4().hex
+    return config
 
 
 def make_cache_config(config, settings: SimSettings, stage: int = 0) -> KVCacheConfig:

@@ -34,7 +34,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache_client.vllm.connector import LMCacheClusterConnector
 from tests.harness.client.fake_model import Content, TokenChain
-from tests.harness.sim.config import SimSettings, make_configs, model_runner
+from tests.harness.sim.config import SimSettings, make_configs, model_runner, part_config
+from tests.harness.sim.parts import IDLE_SECONDS, STEP_SECONDS, PartLink, PartWaits, StepClock, carried
 from tests.harness.sim.rank import Computation, SimRank, Step
 
 _MAX_MEDIA_TOKENS = 4096
@@ -53,7 +54,13 @@ class Result:
 class SimEngine:
     """One simulated engine. The module's docstring describes it."""
 
-    def __init__(self, socket: str, settings: SimSettings = SimSettings()) -> None:  # noqa: B008  # frozen
+    def __init__(
+        self,
+        socket: str,
+        settings: SimSettings = SimSettings(),  # noqa: B008  # frozen
+        further_sockets: Sequence[str] = (),
+    ) -> None:
+        """Each part of the engine has a sidecar. ``socket`` is that of the first part."""
         self.settings = settings
         self.weights = b""
         self.results: dict[str, Result] = {}
@@ -66,13 +73,15 @@ class SimEngine:
         self._drafts: dict[str, list[int]] = {}
         self._batches: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         config, cache, block, hash_block = make_configs(settings, socket)
+        sockets = [socket, *further_sockets]
+        assert len(sockets) == settings.num_parts
         self._hasher = get_request_block_hasher(hash_block, sha256_cbor)
         scheduler_class = AsyncScheduler if settings.is_async else Scheduler
         with model_runner(settings.runner):
             self.scheduler = scheduler_class(
                 config, cache, StructuredOutputManager(config), block, hash_block, log_stats=True
             )
-            self._num_batches = config.max_concurrent_batches
+            self._num_batches = max(config.max_concurrent_batches, 1 + settings.max_late_outputs)
         self.published: list[KVCacheEvent] = []
         self.scheduler.kv_event_publisher.publish = lambda batch: self.published.extend(batch.events)
         # The tiny model accepts no media.
@@ -80,13 +89,37 @@ class SimEngine:
         self.scheduler.encoder_cache_manager = EncoderCacheManager(_MAX_MEDIA_TOKENS)
         self._handed_out: list[int] = []
         self._watch_blocks()
-        stages, ranks = range(settings.pipeline_parallel), range(settings.tensor_parallel)
-        self.ranks = [
-            SimRank(config, settings, place, self._report) for place in itertools.product(stages, ranks)
-        ]
-        handshakes = {rank.place: rank.handshake for rank in self.ranks}
+        self.links: list[PartLink] = []
+        self.clock = StepClock()
+        self.waits = PartWaits(self.scheduler.connector._scheduler, self.links, self.clock, self._report)
+        if further_sockets:
+            self._join_parts(config)
+        self._make_ranks(config, sockets)
+        handshakes = {rank.place: carried(rank.handshake) for rank in self.ranks}
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
         self._outputs = KVOutputAggregator.from_connector(self.worker, len(self.ranks))
+
+    def _join_parts(self, config: Any) -> None:
+        """Let time pass in steps only, and watch how long requests wait for parts."""
+        side = self.scheduler.connector._scheduler
+        self.links += [PartLink(self._report) for _ in range(self.settings.num_parts)]
+        for owner in side, side._waits, side._times:
+            owner._clock = self.clock
+        for owner in side, side._waits:
+            owner._tracer = self.waits
+
+    def _make_ranks(self, config: Any, sockets: Sequence[str]) -> None:
+        settings = self.settings
+        stages, ranks = range(settings.pipeline_parallel), range(settings.tensor_parallel)
+        places = list(itertools.product(stages, ranks))
+        configs = (
+            [part_config(config, sockets, part) for part in range(len(sockets))] if self.links else [config]
+        )
+        parts = [number * len(sockets) // len(places) for number in range(len(places))]
+        self.ranks = [
+            SimRank(configs[part], settings, place, self._report, part)
+            for part, place in zip(parts, places, strict=True)
+        ]
 
     @property
     def worker(self) -> LMCacheClusterConnector:
@@ -199,6 +232,9 @@ class SimEngine:
             worker = rank.worker._worker
             for name in ("held", "stores", "loading"):
                 known[f"{name} by {rank.place}"] = getattr(worker, f"_{name}")
+        known |= {f"unreported in part {part}": link.open for part, link in enumerate(self.links)}
+        speakers = [worker._speaker for rank in self.ranks if (worker := rank.worker._worker)._speaker]
+        known |= {f"hinted to speaker {number}": each._hinted for number, each in enumerate(speakers)}
         return {name: dict.fromkeys(values) for name, values in known.items() if values}
 
     def step(self) -> bool:
@@ -220,6 +256,7 @@ class SimEngine:
     # ---- the scheduler side ----
 
     def _update(self, output: SchedulerOutput, ran: ModelRunnerOutput) -> None:
+        self.clock.num_outputs += 1
         for outputs in self.scheduler.update_from_output(output, ran).values():
             for answer in outputs.outputs:
                 result = self.results[answer.request_id]
@@ -263,9 +300,13 @@ class SimEngine:
         self.num_preemptions += len(output.preempted_req_ids or ())
         handed_out, self._handed_out = self._handed_out, []
         step = Step(output, [], {}, handed_out, self._worthless_blocks())
+        self.clock.now += STEP_SECONDS if output.total_num_scheduled_tokens else IDLE_SECONDS
         if output.total_num_scheduled_tokens:
             self._compute(step)
-        outputs = [rank.execute(step) for rank in self.ranks]
+        outputs = [
+            self.links[rank.part].execute(rank, step) if self.links else rank.execute(step)
+            for rank in self.ranks
+        ]
         if len(outputs) == 1:
             return outputs[0]
         return self._outputs.aggregate(

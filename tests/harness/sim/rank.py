@@ -70,9 +70,14 @@ class SimRank:
     """
 
     def __init__(
-        self, config: Any, settings: SimSettings, place: tuple[int, int], report: Callable[[str], None]
+        self,
+        config: Any,
+        settings: SimSettings,
+        place: tuple[int, int],
+        report: Callable[[str], None],
+        part: int = 0,
     ) -> None:
-        self.settings, self.place, self.num_reads = settings, place, 0
+        self.settings, self.place, self.part, self.num_reads = settings, place, part, 0
         self._config, self._report = config, report
         self._step: Step | None = None
         cache = make_cache_config(config, settings, stage=place[0])

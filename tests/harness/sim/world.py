@@ -5,7 +5,7 @@ import os
 import random
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -73,6 +73,7 @@ class Gate:
 class SimWorld:
     """One sidecar with simulated engines. The gates hold copies of all engines. ``settings`` are defaults.
 
+    If these engines have several parts, ``further`` are the sidecars of the parts after the first one.
     Engines wait until all memory of the sidecar can be used, unless ``is_large``.
     """
 
@@ -81,9 +82,11 @@ class SimWorld:
         sidecar: SidecarProcess,
         settings: SimSettings = SimSettings(),  # noqa: B008
         *,
+        further: Sequence[SidecarProcess] = (),
         is_large: bool = False,
     ) -> None:
         self.sidecar, self.settings, self._is_large = sidecar, settings, is_large
+        self.sidecars = [sidecar, *further]
         self.load_gate, self.store_gate = Gate(), Gate()
         self._engines: list[SimEngine] = []
         self._auditors: dict[SimSettings, SimEngine] = {}
@@ -99,13 +102,14 @@ class SimWorld:
         engines = []
         try:
             for wanted in settings:
-                engines.append(SimEngine(self.sidecar.socket_path, wanted))
+                engines.append(self._start(wanted))
             for engine in engines:
                 wait_attached(engine)
                 if self.sidecar.options.get("transfer") == "CudaIPC":
                     wait_copied_for(engine)
             if engines and not self._is_large:
-                self.sidecar.wait_usable()
+                for sidecar in self.sidecars:
+                    sidecar.wait_usable()
             yield engines
         finally:
             self.open_gates()
@@ -138,6 +142,10 @@ class SimWorld:
         kv_transfer_state._KV_CONNECTOR_AGENT = None
         self._gated.undo()
 
+    def _start(self, settings: SimSettings) -> SimEngine:
+        sockets = [sidecar.socket_path for sidecar in self.sidecars[: settings.num_parts]]
+        return SimEngine(sockets[0], settings, sockets[1:])
+
     def _auditor(self, settings: SimSettings) -> SimEngine:
         wanted = SimSettings(
             num_drafts=settings.num_drafts,
@@ -148,9 +156,10 @@ class SimWorld:
             tensor_parallel=settings.tensor_parallel,
             num_kv_heads=settings.num_kv_heads,
             pipeline_parallel=settings.pipeline_parallel,
+            num_parts=settings.num_parts,
         )
         if wanted not in self._auditors:
-            self._auditors[wanted] = SimEngine(self.sidecar.socket_path, wanted)
+            self._auditors[wanted] = self._start(wanted)
             wait_attached(self._auditors[wanted])
         return self._auditors[wanted]
 
@@ -163,12 +172,11 @@ def world(request):
 
 @contextmanager
 def serving_world(settings: SimSettings = SimSettings(), *, is_large: bool = False, **options: object):  # noqa: B008
-    """A sidecar with these options, without engines."""
-    with (
-        SidecarProcess(**options) as sidecar,
-        closing(SimWorld(sidecar, settings, is_large=is_large)) as world,
-    ):
-        yield world
+    """A sidecar with these options for each part of an engine, without engines."""
+    with ExitStack() as stack:
+        sidecars = [stack.enter_context(SidecarProcess(**options)) for _ in range(settings.num_parts)]
+        world = SimWorld(sidecars[0], settings, further=sidecars[1:], is_large=is_large)
+        yield stack.enter_context(closing(world))
 
 
 @contextmanager

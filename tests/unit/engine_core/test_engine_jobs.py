@@ -1,5 +1,7 @@
 """Arithmetic of loads and stores for all alignments, and messages between processes."""
 
+import functools
+import itertools
 import math
 from collections import Counter
 
@@ -10,9 +12,13 @@ from hypothesis import strategies as st
 
 from lmcache_client.core.grid import Grid
 from lmcache_client.core.jobs import LoadJob, Offer, WorkerReport
+from lmcache_client.core.parts import PartAnswer, PartedReport
 from lmcache_client.core.waiting import PrefillRate
 from lmcache_store.kv_groups import GroupKind, KVGroup
 from lmcache_store.tiers.memory.contracts import Found
+from tests.harness.client.scheduler_rig import IDENTITY
+
+ANSWER = PartAnswer(1, (b"",), 0, is_probing=False)
 
 
 def make_grid(chunk_tokens, block_tokens, hash_tokens):
@@ -112,3 +118,18 @@ def test_worker_reports_of_ranks_are_added():
     combined = first.aggregate(second)
     assert combined == WorkerReport(Counter({1: 2, 2: 1}), {"a", "b"}, 3)
     assert not WorkerReport()
+
+
+def test_reports_of_several_parts_keep_their_fields_in_any_order():
+    plain = WorkerReport(Counter({1: 1}), {"a"}, timed_step=3, identity=IDENTITY)
+    first = PartedReport(Counter({1: 1}), incomplete={1}, answers={"a": {1: ANSWER}})
+    second = PartedReport(incomplete={2}, answers={"a": {2: ANSWER}, "b": {2: ANSWER}})
+    expected = PartedReport(
+        Counter({1: 2}), {"a"}, 3, IDENTITY, {1, 2}, {"a": {1: ANSWER, 2: ANSWER}, "b": {2: ANSWER}}
+    )
+    for reports in itertools.permutations([plain, WorkerReport(), first, second]):
+        assert functools.reduce(lambda merged, report: merged.aggregate(report), reports) == expected
+    assert type(plain.aggregate(WorkerReport())) is WorkerReport
+    assert not PartedReport()
+    assert PartedReport(incomplete={1})
+    assert PartedReport(answers={"a": {1: ANSWER}})

@@ -69,3 +69,18 @@ def test_offline_reclaims_stores_in_progress(rig):
     assert rig.finish(request) is False
     assert rig.step(preempted=["another"]).reclaimed == jobs_in_progress
     assert rig.step().reclaimed == set()
+
+
+def test_loads_of_a_step_whose_message_fails_are_handed_out_later(rig):
+    """The engine waits for them. The connector goes offline and asks for the message once more."""
+
+    def fail(_):
+        raise RuntimeError("a bug")
+
+    rig.begin(rig.matched())
+    rig.scheduler._complete = fail
+    with pytest.raises(RuntimeError, match="a bug"):
+        rig.step()
+    rig.scheduler.go_offline()
+    assert [load.request_id for load in rig.step().loads] == ["r"]
+    assert rig.step().loads == []

@@ -205,6 +205,37 @@ def test_only_an_engine_that_says_so_has_no_gpus(world):
     assert world.sessions.samples.computes_on_cpu
 
 
+def test_workers_on_other_nodes_have_gpus(world):
+    """The sidecars of these nodes count no requests."""
+    worker = world.attach(new_uuid(), engine_uuid=b"f" * 16, num_parts=4)
+    world.attach(new_uuid(), engine_uuid=b"f" * 16, num_parts=4)
+    world.lookup(worker, "r", 1, scheduled=pb.Scheduled())
+    assert world.sessions.clients.num_gpus(b"f" * 16) == 8
+    figures = {figure.name: value for figure, value in read(LOOKUPS, world.sessions.samples).items()}
+    assert figures["gpus"] == 8
+
+
+def test_relayed_lookup_shows_sizes_of_the_node_but_no_gpus(world):
+    """The first node's sidecar counts the GPUs of all nodes, so a sum over nodes has each of them once."""
+    worker = world.attach(new_uuid(), num_parts=2, kv_bytes=1000)
+    world.lookup(worker, "r", 1, 2, relayed=True, prefill_tokens_per_second=9000)
+    figures = {figure.name: value for figure, value in read(LOOKUPS, world.sessions.samples).items()}
+    names = ("chunk_tokens", "row_bytes", "kv_bytes_per_token", "engine_kv_bytes", "gpus")
+    assert [figures[name] for name in names] == [16, 4096, 256, 1000, 0]
+    assert figures["prefill_tokens_per_second"] == 0
+    assert world.sessions.samples.stats.num_lookups == 0
+
+
+def test_requests_of_a_former_engine_do_not_count_gpus_of_relayed_lookups(world):
+    """Without the operator, a sidecar may serve an engine on its node, and later one over several nodes."""
+    former = world.attach(new_uuid())
+    world.lookup(former, "r", 1, scheduled=pb.Scheduled())
+    world.sessions.clients.detach(former)
+    worker = world.attach(new_uuid(), namespace=b"o" * 32, engine_uuid=b"f" * 16, num_parts=2)
+    world.lookup(worker, "r", 1, relayed=True)
+    assert (world.sessions.samples.counted(), world.sessions.samples.stats.num_lookups) == ([], 1)
+
+
 def test_sampled_namespace_changes_only_when_its_engines_are_detached(world):
     samples, scheduled = world.sessions.samples, pb.Scheduled()
     first = world.attach(new_uuid(), kv_bytes=1000)

@@ -86,6 +86,16 @@ def test_leases_end_with_the_last_client_of_the_engine(world):
 OTHER = {"engine_uuid": b"o" * 16, "groups": (KVGroup(0, 16, 8192),)}
 
 
+def test_relayed_lookup_of_a_worker_takes_a_lease_that_is_not_counted(world):
+    worker = world.attach(new_uuid())
+    world.commit(worker, world.reserve(worker, 1).slots)
+    memory = world.sessions.store.memory
+    assert world.lookup(worker, "r", 1, 2, relayed=True).num_leased == 1
+    assert (memory.num_leased, memory.stats.hits, memory.stats.misses) == (1, 0, 0)
+    world.lookup(worker, "r", 1, 2)  # such as SGLang's workers
+    assert (memory.stats.hits, memory.stats.misses) == (1, 1)
+
+
 def test_client_without_calls_gives_the_format_to_an_engine_that_needs_another(world):
     idle = world.attach(new_uuid(), model="squatter")
     world.now += HOLD_SECONDS - 1

@@ -2,7 +2,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from lmcache_store.keys import chunk_keys, namespace, salt_hash, tenant, tenant_of_hash
+from lmcache_store.keys import chunk_keys, namespace, part_namespace, salt_hash, tenant, tenant_of_hash
 
 
 def chunk_key(block_hash: bytes, *qualifiers, **context) -> bytes:
@@ -28,8 +28,9 @@ LISTING = {
         (namespace(LISTING), "0d28ac42e7c329353ea16f194038c16f9c145b658d6c35d494672bcef49fe3e3"),
         (tenant("salt", b"secret"), "f7e438dfe9112fb2ded3a844dbcab4ad2bd23186a2820e5c812238268c1f21ec"),
         (salt_hash("salt"), "2599f24d64ea56eaf777abb3eab9a6f7d117d17515c0481a1e7ba92fad5a21b9"),
+        (part_namespace(b"n" * 32, 1), "e1c9d6d447057550d7f974018ca05036be8f87105e585461cc5d4c4055e261a1"),
     ],
-    ids=["plain chunk", "full chunk", "namespace", "tenant", "salt"],
+    ids=["plain chunk", "full chunk", "namespace", "tenant", "salt", "part"],
 )
 def test_formats_never_change(encoded, golden):
     # Objects in all existing tiers are lost if this format changes, so a change needs a new tag and a line in

@@ -163,8 +163,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def found_rows_are_right(self) -> None:
         for key in KEYS:
-            result = self.reader.find(words(key))
-            for slot in result.slots():
+            for slot in {*self.reader.find(words(key)).slots(), *self.reader.find_few([key])}:
                 for number, column in enumerate(self.columns):
                     if column.holds(slot):  # a reader skips the slot otherwise
                         assert column.view(slot.row, size_of(key)).tobytes() == content(key, number)
@@ -184,6 +183,8 @@ class IndexMachine(RuleBasedStateMachine):
         leading = (*is_listed, False).index(False)
         result = self.reader.find(words(*KEYS))
         assert [self.arena.table.key(slot.row) for slot in result.slots()] == KEYS[:leading]
+        assert self.reader.find_few(KEYS) == result.slots()
+        assert [len(self.reader.find_few([key])) == 1 for key in KEYS] == is_listed
 
 
 TestIndexModel = IndexMachine.TestCase
@@ -208,7 +209,8 @@ def fill(tier: MemoryTier, number: int) -> list[bytes]:
 def test_finds_all_rows_of_a_full_arena(tier):
     keys = fill(tier, tier.arena.num_rows)
     reader = mapped_index(tier.arena)
-    assert reader.find(words(*keys)).slots() == [tier._rows.slot(tier._rows.row_by_key[k]) for k in keys]
+    slots = [tier._rows.slot(tier._rows.row_by_key[k]) for k in keys]
+    assert reader.find(words(*keys)).slots() == reader.find_few(keys) == slots
 
 
 def test_insert_into_full_buckets_replaces_a_single_entry(tier):
@@ -228,7 +230,8 @@ def test_insert_into_full_buckets_replaces_a_single_entry(tier):
 
 
 @pytest.mark.parametrize("torn", ["generation", "state"])
-def test_entry_changed_during_the_read_is_a_miss(tier, torn):
+@pytest.mark.parametrize(("view", "last_read", "num_reads"), [("_table", 3, 3), ("_words", 5, 7)])
+def test_entry_changed_during_the_read_is_a_miss(tier, torn, view, last_read, num_reads):
     """The row is reused between the two reads of its entry, so the key may be that of another row."""
     (key,) = fill(tier, 1)
     reader = mapped_index(tier.arena)
@@ -240,20 +243,21 @@ def test_entry_changed_during_the_read_is_a_miss(tier, torn):
         num_reads = 0
 
         def __len__(self):
-            return len(table)
+            return len(memory)
 
         def __getitem__(self, place):
             self.num_reads += 1
-            if self.num_reads == 3:
+            if self.num_reads == last_read:
                 row = tier._rows.row_by_key[key]
                 tier.arena.table._quads[row * 16 + (generation if torn == "generation" else state)] += 1
-            return table[place]
+            return memory[place]
 
-    changing = Changing()
-    table, reader._table = reader._table, cast(Any, changing)
-    assert len(reader.find(words(key)).rows) == 0
-    assert changing.num_reads == 3
-    reader._table = table
+    changing, memory = Changing(), getattr(reader, view)
+    setattr(reader, view, changing)
+    slots = reader.find(words(key)).slots() if view == "_table" else reader.find_few([key])
+    assert slots == []
+    assert changing.num_reads == num_reads
+    setattr(reader, view, memory)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 63, 64, 65, 1000, 1 << 20])

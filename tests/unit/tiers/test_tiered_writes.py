@@ -1,11 +1,14 @@
 """Commits, write-through and eviction of the tiered store, and effects of a hit in memory on lower tiers."""
 
+from functools import partial
+
 import pytest
 
 from lmcache_store.tiers.errors import StaleSlotError
 from lmcache_store.tiers.stats import WriteSkipped
 from lmcache_store.tiers.tiered.refresh import REFRESH_SECONDS
 from lmcache_store.tiers.tiered.store import Admit
+from tests.harness.tiers.chains import one_chain
 from tests.harness.tiers.tiered_world import LEASE, NUM_COLUMNS, OWNER, SIZE, chain, content, run, until
 
 
@@ -131,3 +134,18 @@ async def test_on_reuse_does_not_write_unused_rows_in_reused_slots(world):
     assert world.lookup(chain(2, start=10)).num_resident == 2
     await until(lambda: world.lower.stats.written == 2)
     assert {key for key, _ in world.remote.objects} == set(chain(2, start=10))
+
+
+@run(admit=Admit.ON_REUSE)
+async def test_relayed_lookups_are_uses_that_are_not_counted(world):
+    """The sidecar of another node counts these requests."""
+    world.put(chain(3))
+    world.remote.fill(chain(4)[3:])
+    lookup = partial(world.store.lookup, LEASE, one_chain(chain(4), SIZE), is_counted=False)
+    assert lookup(is_hint=True).is_probing
+    await until(lambda: lookup().num_leased == 4)
+    await until(lambda: {key for key, _ in world.remote.objects} == set(chain(4)))
+    stats = world.store.memory.stats
+    assert (stats.hits, stats.misses) == (0, 0)
+    world.store.lookup((b"engine", "counted"), one_chain(chain(4), SIZE))
+    assert (stats.hits, stats.misses) == (4, 0)

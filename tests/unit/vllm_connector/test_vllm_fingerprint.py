@@ -7,8 +7,9 @@ import pytest
 
 from lmcache_client.core import files
 from lmcache_client.errors import UnnamedError, UnsupportedError
-from lmcache_client.vllm import fingerprint
+from lmcache_client.vllm import attach, fingerprint
 from lmcache_client.vllm.attach import VLLMSettings
+from lmcache_client.vllm.places import RankPlace
 from lmcache_store import keys
 
 
@@ -151,3 +152,21 @@ def test_max_model_len_counts_only_for_longrope():
 def test_wrong_settings_are_refused(name, value):
     with pytest.raises(UnsupportedError, match=name):
         VLLMSettings.read({f"lmcache.{name}": value})
+
+
+@pytest.mark.parametrize(
+    ("num_parts", "golden"),
+    [
+        (1, "6dfab57047c7d604bfabe4a4a631d0a5942cece72510de691fedb52faf55c34d"),
+        (2, "35877214c1e1c00267d33e8f965c50da4816332150f70dfd10083c7e65367a65"),
+    ],
+)
+def test_namespace_of_an_engine_never_changes(num_parts, golden, monkeypatch):
+    # Rows in all existing tiers are lost if it changes.
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    monkeypatch.delenv("VLLM_SSM_CONV_STATE_LAYOUT", raising=False)
+    monkeypatch.setattr(fingerprint, "weights_fingerprint", lambda *_: "weights")
+    place = RankPlace(0, num_parts, rank=0, num_ranks=2, owners=(0, 1))
+    contents = [(["FULL_ATTENTION", 0, 16, 0], [("layer", "cpu-vec-1/float16/2x4x8/012")])]
+    name, reason = attach._namespace(engine(), contents, 2, (256, 16), place)
+    assert (name.hex(), reason) == (golden, "")

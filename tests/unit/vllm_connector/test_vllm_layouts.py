@@ -27,6 +27,7 @@ def test_content_id_changes_only_with_the_bytes():
 def engine(policy="recompute", dcp=1, sleep=False, zeroing=False, runner=1, experts=False, elastic=False):
     parallel = SimpleNamespace(decode_context_parallel_size=dcp, prefill_context_parallel_size=1)
     parallel.nnodes_within_dp, parallel.data_parallel_size, parallel.enable_elastic_ep = 1, 1, elastic
+    parallel.distributed_executor_backend = "uni"
     transfer = SimpleNamespace(kv_load_failure_policy=policy)
     model = SimpleNamespace(enable_sleep_mode=sleep)
     config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer, model_config=model)

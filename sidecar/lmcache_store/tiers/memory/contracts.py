@@ -159,6 +159,10 @@ class Found(NamedTuple):
     rows: NDArray[np.int64]
     generations: NDArray[np.uint64]
 
+    def part(self, chunks: slice) -> Found:
+        """Return the places of these chunks."""
+        return Found(self.rows[chunks], self.generations[chunks])
+
     def slots(self) -> list[Slot]:
         """Return the places as slots."""
         return list(map(Slot, self.rows.tolist(), self.generations.tolist()))

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lmcache_store.tiers.base import RowKey
 from lmcache_store.tiers.errors import ArenaError
 from lmcache_store.tiers.memory.allocator import first_slot
 from lmcache_store.tiers.memory.contracts import Found, Located, Slot
 from lmcache_store.tiers.memory.kernel_pages import populate
-from lmcache_store.tiers.memory.shared_index import BUCKET_BYTES, BUCKET_ENTRIES, U64, hashes
+from lmcache_store.tiers.memory.shared_index import BUCKET_BYTES, BUCKET_ENTRIES, U64, hash_of, hashes
 from lmcache_store.tiers.memory.slots import ENTRY, SlotState
 
 
@@ -115,9 +117,10 @@ class MappedIndex(_MappedFile):
         super().__init__(path, end, mmap.ACCESS_READ)
         words = np.frombuffer(self._map, U64)
         first = table_offset // U64.itemsize
-        quads = ENTRY.itemsize // U64.itemsize
-        self._table = words[first : first + num_rows * quads].reshape(num_rows, quads)
+        self._table = words[first : first + num_rows * _QUADS].reshape(num_rows, _QUADS)
         self._buckets = words[index_offset // U64.itemsize :].reshape(num_buckets, BUCKET_ENTRIES)
+        self._words = words.data
+        self._first_entry, self._first_bucket = first, index_offset // U64.itemsize
 
     def find(self, keys: NDArray[np.uint64]) -> Found:
         """Find the leading visible rows of row keys ``[n, 8]`` (words). 128 keys take about 50 us."""
@@ -135,6 +138,34 @@ class MappedIndex(_MappedFile):
         rows[~is_indexed] = 0
         is_there, generations = self._check(rows, keys)
         return Located(is_indexed & is_there, rows, generations)
+
+    def find_few(self, keys: Iterable[RowKey]) -> list[Slot]:
+        """Find the leading visible rows of row keys, as ``find`` does. 8 keys take about 12 us, or 70 us.
+
+        The longer time applies if the code of this method is not in the CPU's caches. ``find`` has more code,
+        so it then takes 300 us.
+        """
+        slots: list[Slot] = []
+        for key in keys if self.is_whole else ():
+            if (slot := self._slot(key)) is None:
+                break
+            slots.append(slot)
+        return slots
+
+    def _slot(self, key: RowKey) -> Slot | None:
+        words, mixed = self._words, hash_of(key)
+        for bucket in (mixed, mixed + 1):
+            first = self._first_bucket + bucket % len(self._buckets) * BUCKET_ENTRIES
+            for entry in words[first : first + BUCKET_ENTRIES]:
+                row = entry - (mixed >> 32 << 32) - 1  # not a row if the upper halves differ
+                if 0 <= row < len(self._table):
+                    place = self._first_entry + row * _QUADS
+                    before = words[place + _GENERATION], words[place + _STATE]
+                    has_key = words[place : place + _KEY].tobytes() == key
+                    since = words[place + _GENERATION], words[place + _STATE]
+                    if has_key and before == since and since[1] == SlotState.COMMITTED:
+                        return Slot(row, since[0])
+        return None
 
     def _candidates(self, keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return the rows that the index names, and for which keys it names a row."""
@@ -164,7 +195,9 @@ class MappedIndex(_MappedFile):
 _HALF, _LOWER = np.uint64(32), np.uint64((1 << 32) - 1)
 # In 8-byte words of an entry of column 0. The upper half of the state's word is the column number, 0.
 _KEY = ENTRY["key"].itemsize // U64.itemsize
-_GENERATION_AND_STATE = slice(13, 15)
+_GENERATION, _STATE = 13, 14
+_GENERATION_AND_STATE = slice(_GENERATION, _STATE + 1)
+_QUADS = ENTRY.itemsize // U64.itemsize
 
 
 def _prefix(flags: NDArray[np.bool_]) -> int:

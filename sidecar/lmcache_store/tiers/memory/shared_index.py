@@ -45,6 +45,12 @@ def hashes(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return mixed
 
 
+def hash_of(key: RowKey) -> int:
+    """Hash one row key."""
+    (namespace_bits,), (chunk_bits,) = _QUAD.unpack_from(key), _QUAD.unpack_from(key, KEY_BYTES)
+    return int(namespace_bits ^ chunk_bits)
+
+
 class SharedIndex:
     """The writer's view of the index, over ``[num_buckets * BUCKET_BYTES]`` bytes."""
 
@@ -75,8 +81,7 @@ class SharedIndex:
                 self._words[place] = 0
 
     def _places(self, key: RowKey, row: int) -> tuple[list[int], int]:
-        (namespace_bits,), (chunk_bits,) = _QUAD.unpack_from(key), _QUAD.unpack_from(key, KEY_BYTES)
-        mixed = namespace_bits ^ chunk_bits
+        mixed = hash_of(key)
         home, after = mixed & self._mask, (mixed + 1) & self._mask
         places = [bucket * BUCKET_ENTRIES + i for bucket in (home, after) for i in range(BUCKET_ENTRIES)]
         return places, mixed >> 32 << 32 | row + 1

@@ -38,7 +38,13 @@ class MemoryTier(Reservations):
     # ---- load ----
 
     def lookup(
-        self, lease_id: LeaseId, chains: Chains, *, is_hint: bool = False, num_found: int | None = None
+        self,
+        lease_id: LeaseId,
+        chains: Chains,
+        *,
+        is_hint: bool = False,
+        num_found: int | None = None,
+        is_counted: bool = True,
     ) -> Residency:
         """Find the request's rows in memory. Unless it is a hint, lease the rows that a hit of all chunks
         needs.
@@ -46,6 +52,7 @@ class MemoryTier(Reservations):
         A repeated lookup under the same id extends the lease. Leases take at most half of the usable slots.
 
         ``num_found``: chunks that the caller found earlier, counted as hits; None: those in memory now.
+        ``is_counted``: count hits and misses.
         """
         leases, num_chunks, is_prefix = self._rows.lease_counts, chains.num_chunks, chains.is_prefix
         if is_prefix:
@@ -60,8 +67,9 @@ class MemoryTier(Reservations):
             resident = [row for chunk, group in places if (row := rows[group][chunk]) >= 0]
         leased = [] if is_hint else self._leases.extend(lease_id, resident)
         self._rows.policy.touch([row for row in resident[len(leased) :] if row not in leases], lease_id[1])
-        num_hits = num_resident if num_found is None else min(num_found, num_chunks)
-        self.stats.count_lookup(lease_id, chains.keys[0], num_hits)
+        if is_counted:
+            num_hits = num_resident if num_found is None else min(num_found, num_chunks)
+            self.stats.count_lookup(lease_id, chains.keys[0], num_hits)
         slots = self._rows.slots(leased)
         if is_prefix:
             return Residency(num_resident, len(leased), chains.keys[0], slots, present)

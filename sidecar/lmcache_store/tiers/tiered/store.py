@@ -131,6 +131,7 @@ class TieredStore:
         chunk_seconds: float = 0.0,
         is_hint: bool = False,
         num_scheduled_hits: int | None = None,
+        is_counted: bool = True,
     ) -> LookupResult:
         """Look up a request: lease its rows in memory (unless it is a hint), and start to promote others.
 
@@ -138,9 +139,11 @@ class TieredStore:
 
         ``chunk_seconds``: time that the engine needs to compute one chunk (0.0: unknown); rows that load more
         slowly are not promoted. ``num_scheduled_hits``: chunks that the engine found when it scheduled the
-        request. It computes the others, so nothing is promoted.
+        request. It computes the others, so nothing is promoted. ``is_counted``: count hits and misses.
         """
-        residency = self.memory.lookup(lease_id, chains, is_hint=is_hint, num_found=num_scheduled_hits)
+        residency = self.memory.lookup(
+            lease_id, chains, is_hint=is_hint, num_found=num_scheduled_hits, is_counted=is_counted
+        )
         num_expected, is_probing = residency.num_resident, False
         is_shared = all(keys and self._is_shared(keys[0]) for keys in chains.keys)
         if residency.slots and is_shared:
