@@ -10,7 +10,7 @@ from testing.deadlines import SIMULATED
 from tests.harness.client.fake_model import answer
 from tests.harness.scope import third
 from tests.harness.sim.config import BLOCK, CHUNK, SimSettings
-from tests.harness.sim.world import assert_idle, make_tokens, world
+from tests.harness.sim.world import assert_idle, make_tokens, serving_world, wait_attached, world
 
 DEADLINES = SIMULATED
 
@@ -48,6 +48,22 @@ def test_old_kv_is_not_loaded_and_new_kv_is_stored(world, settings):
             assert engine.results[name].num_cached_tokens == num_cached
             assert engine.results[name].tokens == answer(prompt, 20, NEW)
     assert world.audit(settings, [prompt]) >= 3 * CHUNK  # for engines that still have the old weights
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_new_kv_is_found_after_a_restart_of_the_sidecars(num_parts):
+    """A sidecar lists rows from before its restart only when a lookup has verified them."""
+    prompt = make_tokens(3 * CHUNK + 5)
+    settings = SimSettings(tensor_parallel=num_parts, num_parts=num_parts)
+    with serving_world(settings) as world, world.engines(settings) as (engine,):
+        assert engine.reset(NEW)
+        engine.serve(prompt)
+        for sidecar in world.sidecars:
+            sidecar.restart()
+        wait_attached(engine)
+        for _ in range(2):  # a part may still verify its rows during the first request
+            name = engine.serve(prompt)
+        assert engine.results[name].num_cached_tokens == 3 * CHUNK
 
 
 @some_shapes

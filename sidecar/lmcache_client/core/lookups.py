@@ -65,7 +65,6 @@ class LookupThread:
         ``answer_seconds``: see the attribute, 0.0: as measured."""
         self._client = client
         self._calls = Calls(client)
-        self._namespace = identity.hello.namespace
         self._grid = identity.grid
         self._groups = [group.group for group in self._grid.stored]
         self._rate = rate
@@ -102,7 +101,7 @@ class LookupThread:
     def knows_all(self, ticket: Ticket) -> bool:
         """Return True if the sidecar's answer could not show more rows than the index does."""
         session = self._client.session
-        return ticket.namespace != self._namespace or session is None or session.memory_only
+        return session is None or session.memory_only
 
     def answer_to(self, ticket: Ticket) -> LookupResult | None:
         """Return the answer to the ticket's last hint; None: it is still outstanding."""

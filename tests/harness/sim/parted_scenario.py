@@ -174,9 +174,7 @@ class PartedScenario(Scenario):
         num_cached = engine.results[name].num_cached_tokens
         assert num_cached == expected, f"{num_cached} tokens hit, but all parts have {expected}"
         is_full = all(group.kind in ("full", "mla") for group in engine.settings.groups)
-        if (
-            is_full and not engine.weights
-        ):  # rows from before a restart are verified, unless a reset renamed them
+        if is_full:
             grid = engine.scheduler.connector._scheduler._grid
             num_all = grid.loadable_tokens(0, len(prompt), len(prompt) // CHUNK)
             assert expected == num_all, f"{expected} tokens hit of {num_all}"

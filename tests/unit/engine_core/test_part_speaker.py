@@ -186,7 +186,7 @@ def test_request_without_a_load_marks_its_rows_as_used(speaker):
 def test_restarted_request_gives_up_its_lease(speaker):
     speaker.store_in_part()
     speaker.send(hint(), Lease("r", 2), End("r"), hint(2, namespace=b"r" * 32), Lease("r", 1))
-    assert speaker.calls == [("lease", "r", 2), ("release", "r"), ("lease", "r", 1)]
+    assert speaker.calls == [("lease", "r", 2), ("release", "r"), ("hint", "r", 2), ("lease", "r", 1)]
     assert speaker.answers() == {"r": answer(2, [0, 0])}
 
 
