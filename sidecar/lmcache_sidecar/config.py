@@ -103,6 +103,9 @@ class Config:
         " the sidecar follows its changes; empty: no peers")
     peer_name: str = _option("HOST:PORT", "", str,
         "entry of the list that is this pod itself, which it does not ask; empty: none")
+    peers_of_part: bool = _option("BOOL", "false", options.switch,
+        "true: read only peers whose host names have this pod's number before the first dot; other pods of"
+        " an engine have other columns")
     peer_host: str = _option("ADDRESS", "", str,
         "address on which other pods read this memory tier; empty: all IPv4 and IPv6 addresses")
     peer_port: int | None = _option("PORT", "", lambda text: _PORT(text) if text else None,

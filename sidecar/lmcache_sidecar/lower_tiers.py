@@ -104,7 +104,7 @@ def _open_peers(config: Config) -> TierHandle | None:
         timeout_seconds=config.remote_timeout_seconds,
         ask_seconds=config.peer_answer_seconds,
     )
-    file = PeersFile(config.peers_file, config.peer_name, peers)
+    file = PeersFile(config.peers_file, config.peer_name, peers, of_part=config.peers_of_part)
     file.follow()
     return TierHandle(config.peers_file, peers, servers_file=file)
 

@@ -33,10 +33,12 @@ HANGS = 1e9
 class Pod:
     """One launcher of a rank, from its start to its exit, with a simulated vLLM."""
 
-    def __init__(self, rank: int, nodes: int) -> None:
+    def __init__(self, rank: int, nodes: int, has_one_server: bool = False) -> None:
         self.rank, self.is_leader = rank, rank == 0
+        self.is_headless = has_one_server and rank > 0
         identity = PartIdentity(rank, nodes, "r1", f"pod-{rank}")
-        self.part = GroupPart(identity, f"10.0.0.{rank}", NOTICE_SECONDS, DRAIN_SECONDS)
+        timing = NOTICE_SECONDS, DRAIN_SECONDS, self.is_headless
+        self.part = GroupPart(identity, f"10.0.0.{rank}", *timing)
         self.links: dict[int, Wire] = {}
         self.group: Incarnation | None = None
         self.ends_at: float | None = None
@@ -77,13 +79,14 @@ class Incarnation:
 class Simulation:
     """A group whose containers restart at once, as by a kubelet, in virtual time."""
 
-    def __init__(self, nodes: int) -> None:
-        self.now, self.nodes = 1.0, nodes
+    def __init__(self, nodes: int, has_one_server: bool = False) -> None:
+        """``has_one_server``: vLLM is headless in all pods but the leader's, and exits at once on SIGTERM."""
+        self.now, self.nodes, self.has_one_server = 1.0, nodes, has_one_server
         self.cut: dict[int, float] = {}
         """Followers whose network is down, with the time since when."""
         self.frozen: set[int] = set()
         """Ranks whose launchers do not run."""
-        self.pods = [Pod(rank, nodes) for rank in range(nodes)]
+        self.pods = [Pod(rank, nodes, has_one_server) for rank in range(nodes)]
         self.exits: list[tuple[int, Exit]] = []
         self.signals: list[tuple[int, signal.Signals]] = []
         self.lifetime = 0.0
@@ -109,7 +112,8 @@ class Simulation:
                     self.signals.append((pod.rank, number))
                     self.check_notice(pod, number)
                     is_killed = number is signal.SIGKILL and self.lifetime < HANGS
-                    pod.ends_at = min(self.now + (0.0 if is_killed else self.lifetime), pod.ends_at or HANGS)
+                    is_at_once = is_killed or (pod.is_headless and self.lifetime < HANGS)
+                    pod.ends_at = min(self.now + (0.0 if is_at_once else self.lifetime), pod.ends_at or HANGS)
                 case LogLine(text):
                     pod.log.append(text)
                 case Exit():
@@ -144,7 +148,7 @@ class Simulation:
     def restart_containers(self) -> None:
         for rank, pod in enumerate(self.pods):
             if pod.exit:
-                self.pods[rank] = Pod(rank, self.nodes)
+                self.pods[rank] = Pod(rank, self.nodes, self.has_one_server)
         leader = self.pods[0]
         for pod in self.pods[1:]:
             if pod.part.phase is Phase.GATHERING and not pod.links and pod.rank not in self.cut:
@@ -202,6 +206,7 @@ class Simulation:
         group = pod.group
         if number is signal.SIGTERM and group.broken_since is None and not group.was_silent:
             assert self.now - group.drained_since >= NOTICE_SECONDS
+            assert not pod.is_headless or group.pods[0].exit, "the leader's vLLM still needs this one"
 
     def check_bounds(self) -> None:
         """After a loss, all of the group end within the bound, even if a vLLM ignores signals.

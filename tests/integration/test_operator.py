@@ -227,6 +227,8 @@ def test_kubectl_warns_of_a_change_that_discards_cached_kv_before_it_happens(pla
         f"{', '.join(f'spec.{change}' for change in changes)}, so engines do not find the rows that are "
         "cached so far. They find them again if you undo the change"
     )
+    over_pods = {"engine": {"gpu": {"count": 1}, "nodes": 2, "parallelism": {"tensor": 2}}}
+    assert "spec.engine.nodes changes from unset to 2, " in helm_error(plane.kubectl, *patch(over_pods))
     plane.kubectl(*patch(spec, f"--as={operator.user}"))
     plane.kubectl(*patch({"engine": {"image": "other:1", "args": ["--max-num-seqs=8"], "replicas": 3}}))
     ranks = {"gpu": {"count": 2}, "parallelism": {"data": 2, "expert": True}}

@@ -122,6 +122,15 @@ def test_number_of_nodes_changes_and_leaves_no_former_object(plane, operator, na
             plane.wait(is_left)
 
 
+def test_clients_reach_only_the_pod_with_a_server(plane, operator, namespace):
+    """The ranks of the engine span both pods. A controller of Kubernetes labels the first one."""
+    plane.api.create(CLUSTERS, over_two_nodes(replicas=1, parallelism={"tensor": 2}), namespace)
+    wait_ready(plane, namespace)
+    selector = plane.api.get("v1/services", NAME, namespace)["spec"]["selector"]
+    selected = plane.api.objects("v1/pods", namespace, ",".join(map("=".join, selector.items())))
+    assert [pod["metadata"]["name"] for pod in selected] == [f"{ENGINE}-0-0"]
+
+
 def test_budget_lets_a_drain_end_one_engine_at_a_time(plane, operator, namespace):
     """The test plays the launcher: it makes all pods of an engine unready once one has ended."""
     plane.api.create(CLUSTERS, over_two_nodes(podTemplate=HELD), namespace)

@@ -69,6 +69,10 @@ class Parallelism(Part):
         """Number of workers of one engine."""
         return self.tensor * self.pipeline * self.data
 
+    def can_span(self, nodes: int) -> bool:
+        """Whether each pod can have whole data-parallel ranks, or an equal share of a single rank."""
+        return (self.num_ranks if self.data == 1 else self.data) % nodes == 0
+
 
 class Prefill(Part):
     """Engine pods that only compute prompts. Settings without a value are those of the other engine pods."""

@@ -128,6 +128,11 @@ class Cluster:
         return self.spec.engine
 
     @property
+    def num_parts(self) -> int:
+        """Pods that a data-parallel rank spans, each with a part of the KV. Only the first has a server."""
+        return self.engine.nodes if self.engine.parallelism.data < self.engine.nodes else 1
+
+    @property
     def model(self) -> Model:
         """The model that the engine serves. The cluster must have an engine."""
         assert self.spec.model is not None

@@ -60,10 +60,11 @@ class EngineSpec(Part):
             lambda engine: engine.gpu.count * engine.nodes in (0, engine.parallelism.num_ranks),
         ),
         Rule(
-            "self.parallelism.data % self.nodes == 0",
-            "a pod must have whole data-parallel ranks, because a rank over several pods is not cached yet: "
-            "parallelism.data must be a multiple of nodes",
-            lambda engine: engine.parallelism.data % engine.nodes == 0,
+            "self.parallelism.data % self.nodes == 0 || self.parallelism.data == 1 && "
+            "self.parallelism.tensor * self.parallelism.pipeline % self.nodes == 0",
+            "a data-parallel rank must fill whole pods, or a pod whole ranks: set parallelism.data to a "
+            "multiple of nodes, or to 1. With 1, tensor x pipeline must be a multiple of nodes",
+            lambda engine: engine.parallelism.can_span(engine.nodes),
         ),
         Rule(
             f"self.replicas * self.nodes <= {_MAX_PODS}",
@@ -106,9 +107,9 @@ class EngineSpec(Part):
         maximum=_MAX_PODS,
     )
     nodes: int = field(
-        "Number of pods of one engine. Each pod has gpu.count GPUs and a cache of its own, and all of them "
-        "start and restart together. Needs vLLM, and parallelism.data must be a multiple of nodes. For "
-        "models without experts, set replicas instead. A change from or to 1 restarts all engines at once.",
+        "Number of pods of one engine. Each has gpu.count GPUs and a cache of its own, and all start and "
+        "restart together. Needs vLLM, and parallelism.data must be 1 or a multiple of nodes. For models "
+        "without experts, set data to 1, or use replicas. Changes from or to 1 restart all engines at once.",
         default=1,
         minimum=1,
         maximum=32,

@@ -45,7 +45,7 @@ def image_field(pod: Object, container: str) -> str:
 def model_field(output: str, observed: Observed) -> str:
     """The field to correct, in brackets; empty: the output is not about a missing or unfit model."""
     if _DENSE in output:
-        return " (spec.engine.nodes: for a dense model, set spec.engine.replicas instead)"
+        return " (spec.engine.parallelism.data: set 1 for a dense model, or replicas instead of nodes)"
     model = dig(observed.resource, "spec", "model", "name")
     return f" (spec.model.name is {model})" if model and _NO_MODEL.search(output) else ""
 

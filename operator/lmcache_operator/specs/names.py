@@ -84,6 +84,8 @@ GROUP = "group"
 """The Secret of the links between the pods of an engine over several nodes."""
 GROUP_LABEL = "lmcache.io/group"
 """On the pods of an engine over several nodes: number of the engine."""
+POD_INDEX_LABEL = "apps.kubernetes.io/pod-index"
+"""Kubernetes sets this label to the number of a pod in its StatefulSet."""
 GROUP_PORT = 9466
 """Port on which the launchers of such pods watch one another. Only pods of the same engine may connect."""
 GROUP_READY_PORT = 9467

@@ -58,6 +58,12 @@ def stateful_set(cluster: Cluster, component: str, replicas: int, template: PodT
     }
 
 
+def serving_pods(cluster: Cluster) -> dict[str, str]:
+    """Labels of the engine pods that have an API server."""
+    first = {names.POD_INDEX_LABEL: "0"} if cluster.num_parts > 1 else {}
+    return names.selector(cluster.name, names.ENGINE) | first
+
+
 def headless_service(selector: dict[str, str], *ports: Object) -> Object:
     """DNS names of pods, also of those that are not ready.
 

@@ -18,10 +18,11 @@ Guarantees:
 - The leader accepts connections only until the group is complete. Later, and while the leader ends vLLM, its
   port is closed.
 - If a pod terminates, vLLM drains on all parts at once, because no rank can step without the other ranks.
+  A headless vLLM would exit at once, so it gets SIGTERM after the leader's vLLM has finished its requests.
 - The readiness probe connects to a port of the launcher, which is open while all parts run. A drain closes it
   in all pods. vLLM gets SIGTERM after a notice, the time for Services and proxies to remove the pods.
 
-With hybrid load balancing each pod has an API server, so probes reach vLLM itself. A rank over several pods
-would need headless followers, which have no API server. The launcher of such a follower would answer
-``/health`` with the leader's state, so that all pods of the group become ready together.
+With hybrid load balancing each pod has an API server, so probes reach vLLM itself. If a data-parallel rank
+spans all pods, only the leader has an API server, and vLLM is headless in the other pods. Their launchers
+forward connections to the leader's server. So the probes of all pods have the same result.
 """

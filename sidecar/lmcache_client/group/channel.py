@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 PROTOCOL = "lmcache-group/1"
 MAX_LINE_BYTES = 1024
+LEADER = 0
+"""Rank of the first part."""
 _MAX_TEXT_CHARACTERS = 400
 _FOREIGN = f"does not speak {PROTOCOL}; all pods of a group need the same release"
 

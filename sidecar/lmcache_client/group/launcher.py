@@ -6,20 +6,23 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeAlias
 
 from lmcache_client.group import part
-from lmcache_client.group.channel import MAX_LINE_BYTES, LinkError
-from lmcache_client.group.links import PartLink, in_time, join, welcome
-from lmcache_client.group.part import LEADER, GroupPart
+from lmcache_client.group.channel import LEADER, MAX_LINE_BYTES, LinkError
+from lmcache_client.group.links import PartLink, forward, in_time, join, welcome
+from lmcache_client.group.part import GroupPart
 from lmcache_client.group.settings import Settings
 
 _RETRY_SECONDS = 1.0
 _CANNOT_RUN = 126
 """Exit status of a shell for a command that cannot run."""
+
+_Handler: TypeAlias = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +32,8 @@ class Launcher:
 
     def __init__(self, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:
         self._settings, self._loop = settings, loop
-        seconds = settings.notice_seconds, settings.drain_seconds
-        self._part = GroupPart(settings.identity, settings.address, *seconds)
+        timing = settings.notice_seconds, settings.drain_seconds, settings.is_headless
+        self._part = GroupPart(settings.identity, settings.address, *timing)
         self._result: asyncio.Future[part.Exit] = loop.create_future()
         self._links: dict[int, PartLink] = {}
         self._door: asyncio.Server | None = None
@@ -67,12 +70,16 @@ class Launcher:
             await asyncio.sleep(part.BEAT_SECONDS)
 
     async def _gather(self) -> None:
-        address, port = self._settings.address, self._settings.port
+        self._door = await self._listen(self._serve, self._settings.port, "wait for other parts")
+
+    async def _listen(self, serve: _Handler, port: int, purpose: str, *more: str) -> asyncio.Server | None:
+        address = self._settings.address
         try:
-            self._door = await asyncio.start_server(self._serve, address, port, limit=MAX_LINE_BYTES)
+            return await asyncio.start_server(serve, (address, *more), port, limit=MAX_LINE_BYTES)
         except OSError as error:
-            cause = f"error: cannot wait for other parts at {address} port {port}: {error.strerror}"
+            cause = f"error: cannot {purpose} at {address} port {port}: {error.strerror}"
             self._do([part.Exit(1, cause)])
+            return None
 
     async def _follow(self) -> None:
         address = f"{self._settings.leader} port {self._settings.port}"
@@ -146,6 +153,8 @@ class Launcher:
         command = self._settings.command_with(address)
         # Python ignores two signals, which would stay ignored in vLLM.
         defaults = (signal.SIGPIPE, signal.SIGXFSZ)
+        if self._settings.is_headless:
+            self._begin(self._relay(address))
         try:
             self._open_ready_port()
             self._pid = os.posix_spawnp(command[0], command, os.environ, setsid=True, setsigdef=defaults)
@@ -166,6 +175,24 @@ class Launcher:
 
         self._loop.add_reader(port, answer)
         self._ready_port.callback(self._loop.remove_reader, port)
+
+    async def _relay(self, leader: str) -> None:
+        """Answer on the server's port as the leader does, so that probes of all pods have one result."""
+        port = self._settings.server_port
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                answers, requests = await asyncio.open_connection(leader, port)
+                await asyncio.gather(forward(reader, requests), forward(answers, writer))
+            writer.close()
+
+        # Probes with a command, port-forwards and other containers connect to this address.
+        local = "::1" if ":" in self._settings.address else "127.0.0.1"
+        # A connection takes two of these files, and containers often start with a limit of 1,024. vLLM's
+        # server raises its limit, too. If probes got no connection, the kubelet would end the engine.
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        await self._listen(relay, port, "answer probes", local)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._pid:

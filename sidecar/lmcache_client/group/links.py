@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 from collections.abc import Awaitable
@@ -48,6 +49,15 @@ async def in_time(attempt: Awaitable[T]) -> T:
         number = error.errno or 0
         reason = os.strerror(number) if number > 0 else error.strerror
         raise LinkError(f"cannot connect: {reason or error}") from None
+
+
+async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy a connection's data to another one until either side closes."""
+    with contextlib.suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
 
 
 async def welcome(

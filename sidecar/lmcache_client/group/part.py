@@ -11,7 +11,7 @@ import signal
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from lmcache_client.group.channel import PartIdentity
+from lmcache_client.group.channel import LEADER, PartIdentity
 
 BEAT_SECONDS, SILENCE_SECONDS = 0.5, 5.0
 ABORT_SECONDS = 5.0
@@ -19,7 +19,6 @@ ABORT_SECONDS = 5.0
 KILL_SECONDS = 5.0
 """Time for vLLM to end after SIGKILL. A process may be stuck in a driver."""
 _REPORT_SECONDS = 30.0
-LEADER = 0
 
 
 class Phase(enum.Enum):
@@ -92,9 +91,20 @@ class GroupPart:
     """State machine of one part."""
 
     def __init__(
-        self, identity: PartIdentity, address: str, notice_seconds: float, drain_seconds: float
+        self,
+        identity: PartIdentity,
+        address: str,
+        notice_seconds: float,
+        drain_seconds: float,
+        is_headless: bool = False,
     ) -> None:
-        """``address``: IP address of this pod. The times are those of ``LEAVING`` and ``DRAINING``."""
+        """Start in ``GATHERING``.
+
+        Args:
+            address: IP address of this pod.
+            notice_seconds: time of ``LEAVING``, and ``drain_seconds`` that of ``DRAINING``.
+            is_headless: vLLM computes for the leader's server here, so it ends after the leader's.
+        """
         self.identity, self.phase = identity, Phase.GATHERING
         self._label = self._label_of(identity.rank, identity.name)
         self._address, self._notice_seconds, self._drain_seconds = address, notice_seconds, drain_seconds
@@ -102,6 +112,7 @@ class GroupPart:
         self._cause = self._problem = ""
         self._deadline = self._next_report = self._last_tick = 0.0
         self._is_terminated = self._is_killed = False
+        self._is_headless = is_headless
 
     def refusal(self, follower: PartIdentity) -> str:
         """Return why a follower cannot join now, or an empty text.
@@ -135,7 +146,9 @@ class GroupPart:
         peer = self._peers[rank]
         peer.last_heard = now
         word, _, rest = text.partition(" ")
-        peer.has_finished |= word == "finished"
+        if word == "finished":
+            peer.has_finished = True
+            return self._end_requests(now) if self._is_headless else []
         if word == "start" and self.phase is Phase.GATHERING and rank == LEADER:
             return self._start(rest)
         if word == "drain":
@@ -155,7 +168,7 @@ class GroupPart:
     def exited(self, status: int) -> list[Action]:
         """Note that vLLM's first process has exited, with a negative status if a signal killed it."""
         code = 128 - status if status < 0 else status
-        if self.phase in (Phase.RUNNING, Phase.LEAVING):
+        if self.phase in (Phase.RUNNING, Phase.LEAVING) or (self.phase is Phase.DRAINING and self._is_needed):
             how = f"was killed by signal {-status}" if status < 0 else f"exited with {status}"
             cause = f"{self._label} ended: vLLM {how}"
             return [*self._broadcast(f"end {cause}"), Kill(signal.SIGKILL), Exit(code or 1, cause)]
@@ -178,8 +191,7 @@ class GroupPart:
             self._next_report = now + _REPORT_SECONDS
             actions.append(LogLine(self._report()))
         if self.phase is Phase.LEAVING and now >= self._deadline:
-            self.phase, self._deadline = Phase.DRAINING, now + self._drain_seconds
-            actions.append(Kill(signal.SIGTERM))
+            actions += self._end_requests(now)
         elif self.phase in (Phase.DRAINING, Phase.ENDING) and now >= self._deadline:
             actions.append(self._exit(1) if self._is_killed else Kill(signal.SIGKILL))
             self._is_killed, self._deadline = True, now + KILL_SECONDS
@@ -196,10 +208,24 @@ class GroupPart:
         drain = LogLine(f"{cause}, so vLLM ends on all parts after its requests")
         return [drain, *self._broadcast(f"drain {cause}"), Withdraw()]
 
+    def _end_requests(self, now: float) -> list[Action]:
+        """Drain vLLM. A headless one would exit at once, so it gets SIGTERM after the leader's has exited."""
+        if self.phase is Phase.LEAVING:
+            self.phase, self._deadline = Phase.DRAINING, now + self._drain_seconds
+        return [] if self.phase is not Phase.DRAINING or self._is_needed else [Kill(signal.SIGTERM)]
+
+    @property
+    def _is_needed(self) -> bool:
+        """Whether the leader's vLLM may still compute with this headless one."""
+        leader = self._peers.get(LEADER)
+        return self._is_headless and not (leader is None or leader.has_finished or self._is_killed)
+
     def _end(self, cause: str, now: float) -> list[Action]:
         if self.phase in (Phase.GATHERING, Phase.ENDING):
             return []
-        terminate: list[Action] = [] if self.phase is Phase.DRAINING else [Withdraw(), Kill(signal.SIGTERM)]
+        # A headless vLLM may not have SIGTERM yet, and ignores a second one.
+        has_signal = self.phase is Phase.DRAINING and not self._is_headless
+        terminate: list[Action] = [] if has_signal else [Withdraw(), Kill(signal.SIGTERM)]
         self.phase, self._cause = Phase.ENDING, cause
         self._deadline = now + (KILL_SECONDS if self._is_killed else ABORT_SECONDS)
         return [LogLine(f"{cause}, so vLLM ends on all parts"), *self._broadcast(f"end {cause}"), *terminate]

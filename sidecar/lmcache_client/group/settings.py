@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmcache_client.group.channel import PartIdentity
+from lmcache_client.group.channel import LEADER, PartIdentity
 from lmcache_store.common import options
 
 MAX_NODES = 32
-_RPC_PORT = 29550
-"""Port on which the leader's vLLM waits for the other parts: vLLM's default in all releases."""
+_RPC_PORT, _MASTER_PORT = 29550, 29501
+"""Ports on which the leader's vLLM waits for the other parts: vLLM's defaults in all releases."""
 _MIN_SECRET_BYTES = 16
 _EXIT_SECONDS = 15.0
 """Time for vLLM's processes to exit after they have finished their requests."""
@@ -33,13 +33,20 @@ class Settings(NamedTuple):
     secret_file: Path
     command: tuple[str, ...]
     num_ranks: int
-    """Data-parallel ranks of each part."""
+    """Data-parallel ranks of each part; 0: the engine has a single one, which spans all parts."""
     ready_port: int
     """Port that is open while this part serves."""
+    server_port: int
+    """Port of vLLM's server."""
     notice_seconds: float
     """Time to serve after the port has closed."""
     drain_seconds: float
     """Time for vLLM to finish its requests and to exit."""
+
+    @property
+    def is_headless(self) -> bool:
+        """Whether vLLM has no server in this part, because its server is in the leader's."""
+        return not self.num_ranks and self.identity.rank != LEADER
 
     def key(self) -> bytes:
         """Read the secret, which may change, and return the group's key. Raises ValueError.
@@ -57,7 +64,14 @@ class Settings(NamedTuple):
 
     def command_with(self, address: str) -> list[str]:
         """Return vLLM's command with the options of this part. ``address``: IP address of the leader."""
-        first_rank = self.identity.rank * self.num_ranks
+        rank, nodes, *_ = self.identity
+        if not self.num_ranks:
+            master = f"--master-addr={address}", f"--master-port={_MASTER_PORT}"
+            place = f"--nnodes={nodes}", f"--node-rank={rank}", *master
+            # The user may have set another number of servers, with which vLLM refuses to be headless.
+            serverless = ["--headless", "--api-server-count=0"] if self.is_headless else []
+            return [*self.command, *place, *serverless]
+        first_rank = rank * self.num_ranks
         leader = [f"--data-parallel-address={address}", f"--data-parallel-rpc-port={_RPC_PORT}"]
         if self.num_ranks == 1:
             # vLLM would turn hybrid load balancing into this, and fail for dense models without a reason.
@@ -93,8 +107,9 @@ def read(environ: Mapping[str, str], arguments: Sequence[str]) -> Settings:
         address=str(value("VLLM_HOST_IP", ipaddress.ip_address)),
         secret_file=Path(value("LMCACHE_GROUP_SECRET_FILE")),
         command=tuple(arguments[1:]),
-        num_ranks=value("LMCACHE_GROUP_RANKS", options.number(int, 1, 1024, "a number of ranks")),
+        num_ranks=value("LMCACHE_GROUP_RANKS", options.number(int, 0, 1024, "a number of ranks")),
         ready_port=value("LMCACHE_GROUP_READY_PORT", port),
+        server_port=value("LMCACHE_GROUP_SERVER_PORT", port),
         notice_seconds=value("LMCACHE_GROUP_NOTICE_SECONDS", seconds),
         drain_seconds=value("LMCACHE_GROUP_SHUTDOWN_SECONDS", seconds) + _EXIT_SECONDS,
     )

@@ -22,7 +22,7 @@ from lmcache_sidecar.peer_server.server import PeerServer
 from lmcache_store.common.options import read_yaml
 from lmcache_store.tiers.base import LowerTier
 from lmcache_store.tiers.peers.tier import PeersTier
-from lmcache_store.tiers.remote.address import DEFAULT_PREFIX, parse_endpoints
+from lmcache_store.tiers.remote.address import DEFAULT_PREFIX, Endpoint, parse_endpoints
 from lmcache_store.tiers.tiered.store import TieredStore
 
 logger = logging.getLogger(__name__)
@@ -53,28 +53,39 @@ def passwords_of(config: Config) -> Callable[[], list[str]] | None:
 
 
 class PeersFile(FollowedFile):
-    """The peers file; see the module's description. ``name`` is the entry of this pod, which is left out."""
+    """The peers file; see the module's description."""
 
-    def __init__(self, path: str, name: str, tier: PeersTier) -> None:
-        """Raises ConfigError if ``name`` is no host and port."""
+    def __init__(self, path: str, name: str, tier: PeersTier, *, of_part: bool = False) -> None:
+        """Read no file yet. Raises ConfigError if ``name`` is no host and port.
+
+        Args:
+            name: the entry of this pod, which is left out.
+            of_part: leave out pods whose number in their engine differs from that of this pod.
+        """
         super().__init__(path)
         try:
             self._excluded = parse_endpoints([name] if name else [])
         except ValueError as error:
             raise ConfigError(f"--peer-name: {error}") from error
-        self._tier = tier
+        self._tier, self._of_part = tier, of_part
 
     def use(self, content: str) -> None:
         """Give the list to the tier. Raises ValueError, naming file and key."""
         keys = read_yaml(self.path, content)
         warn_of_unknown(self.path, keys, ("peers",))
         peers = endpoints_of(self.path, keys, "peers", _MAX_PEERS)
-        self._tier.set_peers([peer for peer in peers if peer not in self._excluded])
+        parts = set(map(_part_of, self._excluded if self._of_part else peers))
+        readable = (peer for peer in peers if peer not in self._excluded)
+        self._tier.set_peers([peer for peer in readable if _part_of(peer) in parts])
 
     @property
     def used(self) -> tuple[str, str]:
         """Subject and present value, for the log."""
         return "The list of peers", self._tier.address
+
+
+def _part_of(pod: Endpoint) -> str:
+    return pod.host.partition(".")[0].rpartition("-")[2]
 
 
 def start_peer_server(

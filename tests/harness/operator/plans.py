@@ -105,11 +105,12 @@ _TIERS = {
 specs = _object(
     {
         "engine": st.builds(
-            lambda engine, nodes: (
-                engine | ({"nodes": nodes, "parallelism": {"data": nodes}} if nodes > 1 else {})
+            lambda engine, nodes, split: (
+                engine | ({"nodes": nodes, "parallelism": {split: nodes}} if nodes > 1 else {})
             ),
             _object(_ENGINE, replicas=st.integers(0, 3)),
             st.sampled_from([1, 1, 2, 3]),
+            st.sampled_from(["data", "tensor"]),
         ),
         "sidecar": _object(_TRANSFER, chunkTokens=st.sampled_from([64, 256])),
         "tenants": st.sampled_from(_TENANTS),

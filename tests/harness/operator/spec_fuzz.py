@@ -108,9 +108,9 @@ def _obey_rules(spec: Object) -> None:
         gpu["count"] = 1 if gpu.get("count") else 0
         if "deviceClassName" in gpu:
             gpu.pop("resourceName", None)
-    engine.pop("parallelism", None)
+    split = "data" if (engine.pop("parallelism", None) or {}).get("expert") else "tensor"
     if engine.get("nodes", 1) > 1 and engine.get("kind") != "SGLang" and "prefill" not in engine:
-        engine |= {"nodes": 2, "parallelism": {"data": 2}}
+        engine |= {"nodes": 2, "parallelism": {split: 2}}
     else:
         engine.pop("nodes", None)
         engine.pop("topologyKey", None)

@@ -11,16 +11,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from lmcache_client.group.channel import PartIdentity
 from lmcache_client.group.part import ABORT_SECONDS, SILENCE_SECONDS, Exit, LogLine, Phase
-from tests.harness.group import DRAIN_BOUND, HANGS, LOSS_BOUND, NOTICE_SECONDS, Pod, Simulation
+from tests.harness.group import DRAIN_BOUND, DRAIN_SECONDS, HANGS, LOSS_BOUND, NOTICE_SECONDS, Pod, Simulation
 from tests.harness.scope import examples
 
 
 class Histories(RuleBasedStateMachine):
     """Faults of a group in any order."""
 
-    @initialize(nodes=st.integers(2, 4), seconds=st.integers(0, 1))
-    def create(self, nodes: int, seconds: int) -> None:
-        self.group = Simulation(nodes)
+    @initialize(nodes=st.integers(2, 4), has_one_server=st.booleans(), seconds=st.integers(0, 1))
+    def create(self, nodes: int, has_one_server: bool, seconds: int) -> None:
+        self.group = Simulation(nodes, has_one_server)
         self.group.pass_time(seconds)
 
     def pod(self, data: st.DataObject) -> Pod:
@@ -194,6 +194,62 @@ def test_a_terminating_pod_drains_all_parts(group, rank) -> None:
         (each, Exit(1, f"error: {cause}")) for each in range(3) if each != rank
     ]
     assert [number for _, number in group.signals if number is signal.SIGTERM] == 3 * [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_headless_vllm_computes_until_the_leaders_has_finished(rank) -> None:
+    group = Simulation(3, has_one_server=True)
+    group.pass_time(1)
+    group.lifetime = 6.0
+    group.terminate(group.pods[rank])
+    group.pass_time(NOTICE_SECONDS + 5.0)
+    assert [pod.is_open for pod in group.pods] == 3 * [False]
+    assert group.signals == [(0, signal.SIGTERM)]
+    group.pass_time(3)
+    terminated = [each for each, number in group.signals if number is signal.SIGTERM]
+    assert terminated == [0, 1, 2]
+    cause = f"part {rank} of 3 (pod-{rank}) was terminated"
+    assert sorted(how.cause.removeprefix("error: ") for _, how in group.exits) == 3 * [cause]
+
+
+def test_a_loss_ends_headless_vllm_that_waits_in_a_drain() -> None:
+    group = Simulation(3, has_one_server=True)
+    group.pass_time(1)
+    group.lifetime = HANGS / 2
+    group.terminate(group.pods[1])
+    group.pass_time(NOTICE_SECONDS + 2)
+    group.end(group.pods[2], Exit(137, ""))
+    group.pass_time(2)
+    assert (1, signal.SIGTERM) in group.signals
+    assert (1, Exit(143, "part 2 of 3 (pod-2) closed its link")) in group.exits
+
+
+def test_a_headless_vllm_that_ends_early_ends_the_drain() -> None:
+    """Without it, the leader's requests would wait for it until the time of the drain is over."""
+    group = Simulation(3, has_one_server=True)
+    group.pass_time(1)
+    group.lifetime = HANGS / 2
+    group.terminate(group.pods[1])
+    group.pass_time(NOTICE_SECONDS + 2)
+    group.run(group.pods[2], group.pods[2].part.exited(0))
+    group.pass_time(ABORT_SECONDS + 2)
+    cause = "part 2 of 3 (pod-2) ended: vLLM exited with 0"
+    assert sorted(group.exits) == [
+        (0, Exit(1, f"error: {cause}")),
+        (1, Exit(143, cause)),
+        (2, Exit(1, cause)),
+    ]
+
+
+def test_a_drain_that_takes_too_long_ends_with_its_cause() -> None:
+    """The launchers kill vLLM in all pods, in any order. This is no loss of a part."""
+    group = Simulation(3, has_one_server=True)
+    group.pass_time(1)
+    group.lifetime = HANGS / 2
+    group.terminate(group.pods[1])
+    group.pass_time(NOTICE_SECONDS + DRAIN_SECONDS + 2)
+    cause = "part 1 of 3 (pod-1) was terminated"
+    assert sorted(how.cause.removeprefix("error: ") for _, how in group.exits) == 3 * [cause]
 
 
 def test_a_loss_ends_the_notice(group) -> None:

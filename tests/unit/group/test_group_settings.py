@@ -21,6 +21,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
         "LMCACHE_GROUP_PORT": "9466",
         "LMCACHE_GROUP_RANKS": "2",
         "LMCACHE_GROUP_READY_PORT": "9467",
+        "LMCACHE_GROUP_SERVER_PORT": "8000",
         "LMCACHE_GROUP_SHUTDOWN_SECONDS": "60",
         "LMCACHE_GROUP_NOTICE_SECONDS": "10",
         "LMCACHE_GROUP_SECRET_FILE": str(tmp_path / "secret"),
@@ -49,6 +50,14 @@ def test_one_rank_on_each_pod_has_external_load_balancing(environ) -> None:
         "--data-parallel-rpc-port=29550",
         "--data-parallel-rank=1",
     ]
+
+
+@pytest.mark.parametrize(("rank", "more"), [("0", []), ("1", ["--headless", "--api-server-count=0"])])
+def test_a_rank_over_all_pods_has_one_server(environ, rank, more) -> None:
+    settings = read(environ | {"LMCACHE_GROUP_RANK": rank, "LMCACHE_GROUP_RANKS": "0"}, COMMAND)
+    place = ["--nnodes=2", f"--node-rank={rank}", "--master-addr=10.0.0.1", "--master-port=29501"]
+    assert settings.command_with("10.0.0.1")[2:] == [*place, *more]
+    assert (settings.is_headless, settings.server_port) == (bool(more), 8000)
 
 
 def test_groups_with_one_secret_have_their_keys(environ) -> None:
@@ -80,7 +89,8 @@ def test_values_of_the_environment(environ) -> None:
         ({"LMCACHE_GROUP_NOTICE_SECONDS": ""}, "LMCACHE_GROUP_NOTICE_SECONDS is not set"),
         ({"VLLM_HOST_IP": "pod-1"}, "VLLM_HOST_IP: 'pod-1' does not appear to be an IPv4 or IPv6 address"),
         ({"LMCACHE_GROUP_SECRET_FILE": "/none"}, "cannot read /none: No such file or directory"),
-        ({"LMCACHE_GROUP_RANKS": "0"}, "LMCACHE_GROUP_RANKS: '0' is not a number of ranks"),
+        ({"LMCACHE_GROUP_RANKS": "-1"}, "LMCACHE_GROUP_RANKS: '-1' is not a number of ranks"),
+        ({"LMCACHE_GROUP_SERVER_PORT": ""}, "LMCACHE_GROUP_SERVER_PORT is not set"),
         (
             {"LMCACHE_GROUP_SHUTDOWN_SECONDS": "x"},
             "LMCACHE_GROUP_SHUTDOWN_SECONDS: 'x' is not a number of seconds",

@@ -1,6 +1,7 @@
 """The peers tier: the list of engine pods, their password, and the options of their sidecars."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -11,6 +12,8 @@ from lmcache_operator.components.peers.peers import Peers
 from lmcache_operator.errors import InvalidSpecError, RefusedError
 from lmcache_operator.specs.kinds import Ref
 from lmcache_sidecar.config import Config, read
+from lmcache_sidecar.files.peers import PeersFile
+from lmcache_store.tiers.peers.tier import PeersTier
 from tests.harness.operator.components import ReconciledCluster
 from tests.harness.operator.injection import outcome, pod
 from tests.harness.operator.model import cluster, secret_of
@@ -84,6 +87,17 @@ def test_pods_of_engines_over_several_nodes_are_peers() -> None:
     assert rig.peers == [f"{name}.demo-engine.team.svc:9465" for name in sorted(rig.world.pods)]
     for name, peer in zip(sorted(rig.world.pods), rig.peers, strict=True):
         assert config_of(changes, name).peer_name == peer
+
+
+def test_pods_read_only_pods_with_the_same_columns() -> None:
+    changes = with_peers(2)
+    changes["engine"] |= {"nodes": 2, "parallelism": {"tensor": 2}}
+    content = child_of("ConfigMap", Peers(), **changes)["data"]["peers.yaml"]
+    config = config_of(changes, "demo-engine-1-0")
+    asked: list[Any] = []
+    tier = cast(PeersTier, SimpleNamespace(set_peers=asked.extend))
+    PeersFile("peers.yaml", config.peer_name, tier, of_part=config.peers_of_part).use(content)
+    assert [*map(str, asked)] == ["demo-engine-0-0.demo-engine.team.svc:9465"]
 
 
 def ports_open_to(sources: list[Any] | None, changes: dict[str, Any]) -> list[tuple[int, int]]:

@@ -45,7 +45,7 @@ def test_image_that_cannot_be_pulled_is_named_with_its_field(
         ("huggingface_hub.errors.HFValidationError: Repo id must be in the form 'namespace/name'", _MODEL),
         ("OSError: x is not a local folder and is not a valid model identifier listed on", _MODEL),
         ("ValueError: Non-MoE models do not support external data parallel mode. For external",
-         " (spec.engine.nodes: for a dense model, set spec.engine.replicas instead): "),
+         " (spec.engine.parallelism.data: set 1 for a dense model, or replicas instead of nodes): "),
         ("ValueError: No available memory for the cache blocks.", "engine: ended"),
     ],
 )  # fmt: skip

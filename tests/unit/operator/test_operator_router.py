@@ -8,11 +8,13 @@ import pytest
 
 from lmcache_operator.api.parse import Platform, parse
 from lmcache_operator.api.router import POLICIES
+from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.engine.kinds.vllm import DISCOVERY
 from lmcache_operator.components.router.router import Routing
 from lmcache_operator.contract.base import Observed, Plan
 from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.specs import names
 from lmcache_operator.specs.kinds import Ref
 from tests.harness.operator.model import cluster
 from tests.harness.operator.plans import EARLY
@@ -31,6 +33,17 @@ def router_args(**router: Any) -> list[str]:
 
 def engine_args(**spec: Any) -> list[str]:
     return pod_of(**spec)["containers"][0]["args"]
+
+
+def test_clients_and_routers_reach_only_pods_with_a_server() -> None:
+    engine = {"nodes": 2, "parallelism": {"tensor": 2}}
+    first = {"lmcache.io/cluster": "demo", "lmcache.io/component": "engine", names.POD_INDEX_LABEL: "0"}
+    services = children(Engine(), engine=engine)
+    assert services[Ref("Service", "demo")]["spec"]["selector"] == first
+    assert names.POD_INDEX_LABEL not in services[Ref("Service", "demo-engine")]["spec"]["selector"]
+    (router,) = routing(router={}, engine=engine)[DEPLOYMENT]["spec"]["template"]["spec"]["containers"]
+    selector = router["args"].index("--selector")
+    assert router["args"][selector + 1 : selector + 4] == [*map("=".join, first.items())]
 
 
 def test_router_may_only_find_pods_of_its_namespace() -> None:

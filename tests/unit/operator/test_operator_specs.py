@@ -57,6 +57,7 @@ NODES = {
     "replicas": 2, "nodes": 2, "topologyKey": "rack", "gpu": {"count": 8},
     "parallelism": {"tensor": 4, "data": 4, "expert": True},
 }  # fmt: skip
+PARTS = {"nodes": 2, "gpu": {"count": 8}, "parallelism": {"tensor": 8, "pipeline": 2}}
 TENANTS = [
     {"name": "search", "saltSecretRef": {"name": "search-salt"}, "minMemoryPercent": 20},
     {"name": "batch", "saltHash": "0" * 64, "lowerTierBytes": "100Gi", "priority": -100},
@@ -67,6 +68,7 @@ CASES = {
     "full": FULL,
     "peers": {"engine": {"replicas": 2}, "tiers": {"peers": {"bytesPerSecond": "1Gi"}}},
     "nodes": {"engine": NODES},
+    "parts": {"engine": PARTS, "router": {}, "tiers": {"peers": {}}},
     "sglang": {"engine": {"kind": "SGLang"}},
     "encrypted": {"tiers": ENCRYPTED_TIERS},
     "tenants": {"tenants": {"header": True, "default": {"memoryPercent": 30}, "named": TENANTS}},

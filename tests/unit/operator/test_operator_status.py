@@ -182,6 +182,8 @@ def test_change_that_discards_cached_kv_says_so_until_all_pods_are_replaced(
 def test_chart_warns_of_all_fields_that_discard_cached_kv_and_can_be_changed() -> None:
     spec = yaml.safe_load(COMPLETE)["spec"]
     spec["engine"]["args"] = [f"{option}=1" for option in OPTIONS]
+    spec["engine"] |= {"nodes": 2, "parallelism": {"tensor": 16}}
+    del spec["engine"]["prefill"]
     schema = yaml.safe_load(CRDS[0].read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 
     def can_be_changed(path: str) -> bool:

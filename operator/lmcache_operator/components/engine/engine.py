@@ -195,7 +195,7 @@ def _children(
     # Sidecars follow only the files of features.
     config = {"sidecar.yaml": _sidecar_yaml(cluster)} | merged(lambda each: each.files(cluster))
     selector = names.selector(cluster.name, names.ENGINE)
-    client_service = {"ports": [_HTTP_PORT], "selector": selector}
+    client_service = {"ports": [_HTTP_PORT], "selector": stateful.serving_pods(cluster)}
     claim = claim_spec(cluster)
     records = recorded(default_images) | recorded_lenders(cluster)
     headless = stateful.headless_service(selector, _HTTP_PORT, _METRICS_PORT)

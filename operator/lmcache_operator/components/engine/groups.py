@@ -22,7 +22,7 @@ _LAUNCHER = ("python3", "-m", "lmcache_client.group")
 _NUMBER = "LMCACHE_GROUP_NUMBER"
 _FIELDS = {
     _NUMBER: f"metadata.labels['{names.GROUP_LABEL}']",
-    "LMCACHE_GROUP_RANK": "metadata.labels['apps.kubernetes.io/pod-index']",
+    "LMCACHE_GROUP_RANK": f"metadata.labels['{names.POD_INDEX_LABEL}']",
     # While pods are replaced, launchers of different specs do not start an engine together.
     "LMCACHE_GROUP_REVISION": f"metadata.annotations['{names.SPEC_HASH}']",
     "VLLM_HOST_IP": "status.podIP",
@@ -102,6 +102,7 @@ def with_launcher(cluster: Cluster, engine: PodContainer, notice: int, shutdown:
         "LMCACHE_GROUP_RANKS": f"{cluster.engine.parallelism.data // cluster.engine.nodes}",
         "LMCACHE_GROUP_READY_PORT": f"{names.GROUP_READY_PORT}",
         "LMCACHE_GROUP_SECRET_FILE": f"{paths.GROUP_DIR}/{SECRET_KEY}",
+        "LMCACHE_GROUP_SERVER_PORT": f"{names.ENGINE_PORT}",
         "LMCACHE_GROUP_SHUTDOWN_SECONDS": f"{shutdown}",
     }
     # The startup probe watches the engine until it has started, and the liveness probe afterwards.

@@ -27,6 +27,8 @@ def kv_fields(cluster: Cluster) -> str:
         "model.name": model and model.name,
         "model.revision": model and model.revision,
         "engine.kind": engine.kind,
+        # Each pod then has a part of each row. Otherwise, rows do not depend on the number of pods.
+        "engine.nodes": cluster.num_parts if cluster.num_parts > 1 else None,
         "engine.parallelism.tensor": engine.parallelism.tensor,
         "engine.parallelism.pipeline": engine.parallelism.pipeline,
         "sidecar.chunkTokens": cluster.spec.sidecar.chunk_tokens if engine.kind == VLLM.name else None,

@@ -25,12 +25,12 @@ from lmcache_operator.pods.pods import kill_problems
 from lmcache_operator.pods.resize import Resizing
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.merge import dig
-from lmcache_operator.specs.names import ENGINE, selector_text
+from lmcache_operator.specs.names import ENGINE, POD_INDEX_LABEL, selector_text
 from lmcache_store.common.units import format_size
 
 _DEADLINE: Final = "ProgressDeadlineExceeded"
 _ATTACHED: Final = "SidecarAttached"
-_FIRST_PODS: Final = ",apps.kubernetes.io/pod-index=0"
+_FIRST_PODS: Final = f",{POD_INDEX_LABEL}=0"
 """Selector of one pod of each engine over several nodes: autoscalers take the average over pods."""
 
 

@@ -129,14 +129,16 @@ def _args(cluster: Cluster, router: Router) -> list[str]:
 def _pools(cluster: Cluster) -> list[str]:
     """The selectors of engine pods. With two pools, each request goes to a prefill pod first."""
 
-    def selector(name: str) -> list[str]:
-        return [f"{key}={value}" for key, value in names.selector(name, names.ENGINE).items()]
+    def texts(labels: dict[str, str]) -> list[str]:
+        return [f"{key}={value}" for key, value in labels.items()]
 
+    engines = texts(stateful.serving_pods(cluster))
     if cluster.engine.prefill is None:
-        return ["--selector", *selector(cluster.name)]
+        return ["--selector", *engines]
+    prefill = names.selector(names.object_name(cluster.name, names.PREFILL), names.ENGINE)
     return [
         WITH_PREFILL,
-        "--prefill-selector", *selector(names.object_name(cluster.name, names.PREFILL)),
-        "--decode-selector", *selector(cluster.name),
+        "--prefill-selector", *texts(prefill),
+        "--decode-selector", *engines,
         *_FAST_CHECKS,
     ]  # fmt: skip

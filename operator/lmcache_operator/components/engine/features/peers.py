@@ -35,7 +35,7 @@ class PeersFeature(PodFeature[bool]):
     name = "peers"
     is_tier = True
     reserved = dict.fromkeys(
-        ("LMCACHE_PEERS_FILE", "LMCACHE_PEER_BANDWIDTH", "LMCACHE_PEER_HOST", "LMCACHE_PEER_NAME",
+        ("LMCACHE_PEERS_", "LMCACHE_PEER_BANDWIDTH", "LMCACHE_PEER_HOST", "LMCACHE_PEER_NAME",
          "LMCACHE_PEER_PASSWORD_FILE", "LMCACHE_PEER_PORT", "LMCACHE_PEER_TLS_DIR"),
         _FIELD,
     )  # fmt: skip
@@ -59,6 +59,8 @@ class PeersFeature(PodFeature[bool]):
             "LMCACHE_PEER_PASSWORD_FILE": f"{paths.PEERS_AUTH_DIR}/password",
             "LMCACHE_PEER_PORT": f"{names.PEERS_PORT}",
         }
+        if cluster.num_parts > 1:
+            env["LMCACHE_PEERS_OF_PART"] = "true"
         if peers.tls:
             env["LMCACHE_PEER_TLS_DIR"] = paths.PEERS_TLS_DIR
         return env | ({"LMCACHE_PEER_BANDWIDTH": f"{peers.rate_bytes}"} if peers.rate_bytes else {})
