@@ -110,8 +110,8 @@ class Poller:
             self.forget(key)
             return None
         situation = _situation(cluster, observed)
-        pods = [pod for pod in observed[names.ENGINE].pods if has_running_sidecar(pod)]
-        addresses = {pod["metadata"]["uid"]: pod["status"]["podIP"] for pod in pods}
+        pods = {pod["metadata"]["uid"]: pod for pod in observed[names.ENGINE].pods}
+        addresses = {uid: pods[uid]["status"]["podIP"] for uid in situation.pods}
         if watched is None:
             sizing = Sizing(saved(observed[names.AUTOSCALING]))
             watched = self._watched[key] = _Watched(key, situation, addresses, sizing, self._clock())
@@ -196,13 +196,18 @@ def _has_changed(former: Report | None, report: Report) -> bool:
 def _situation(cluster: Cluster, observed: Mapping[str, Observed]) -> Situation:
     scaling, managed = cluster.spec.autoscaling, cluster.spec.tiers.managed
     is_auto, declared = scaling.mode == AUTO, cluster.memory.num_bytes
+    # If each pod has a part of each row, only the first pod of an engine counts requests. Sizes are those of
+    # its part, and all parts have the same size and price.
+    num_parts = cluster.num_parts
+    gpu_hour, memory_hour, shard_hour = scaling.prices.usd_per_hour
     settings = SizingSettings(
         declared,
         scaling.memory_bounds(declared),
-        Prices(*scaling.prices.usd_per_hour),
+        Prices(gpu_hour, memory_hour * num_parts, shard_hour * num_parts),
+        num_parts,
         shards=managed.shards if managed else 0,
         shard_bounds=scaling.shard_bounds(managed.shards) if managed else (0, 0),
-        shard_bytes=managed.shard_bytes if managed else 0,
+        shard_bytes=managed.shard_bytes // num_parts if managed else 0,
         is_memory_auto=is_auto and scaling.memory is not None,
         are_shards_auto=is_auto and scaling.remote is not None,
     )
@@ -212,9 +217,10 @@ def _situation(cluster: Cluster, observed: Mapping[str, Observed]) -> Situation:
     obstacle = Obstacle("Cooldown", filling) if filling else None
     engine = observed[names.ENGINE]
     pods = [pod for pod in engine.pods if has_running_sidecar(pod)]
+    polled = [pod["metadata"] for pod in pods if num_parts == 1 or pod["metadata"]["name"].endswith("-0")]
     return Situation(
         settings,
-        {pod["metadata"]["uid"]: pod["metadata"]["name"] for pod in pods},
+        {metadata["uid"]: metadata["name"] for metadata in polled},
         _rollout(engine),
         tuple(_refusals(pods, engine.now)),
         tuple(_unplaced(engine, declared)),

@@ -34,6 +34,8 @@ class SizingSettings(NamedTuple):
     memory: int
     memory_bounds: tuple[int, int]
     prices: Prices
+    num_parts: int = 1
+    """Parts of each row, in the pods of one engine. Sizes in bytes are those of one part."""
     shards: int = 0
     """Declared number of shards; 0: no managed remote tier."""
     shard_bounds: tuple[int, int] = (0, 0)
@@ -54,7 +56,7 @@ class Situation(NamedTuple):
 
     settings: SizingSettings
     pods: Mapping[str, str]
-    """Names of the pods with a running sidecar, by uid."""
+    """Names of the polled pods with a running sidecar, by uid."""
     obstacle: Obstacle | None = None
     """Obstacle to every decision."""
     refusals: tuple[UnavailableSize, ...] = ()
@@ -222,7 +224,7 @@ class Sizing:
         service = replace(
             service,
             load_bytes_per_second=_median(pod.figures.remote_bytes_per_second for pod in pods),
-            moved_bytes_per_second=self.intake.moved.accesses_per_hour / 3600,
+            moved_bytes_per_second=self.intake.moved.accesses_per_hour / 3600 * settings.num_parts,
         )
         hits = day.accesses_per_hour * day.measured_hits
         tier = remote_tier(range(lowest, highest + 1), settings.shard_bytes, service, settings.prices, hits)
@@ -234,14 +236,17 @@ class Sizing:
         decision, sizing.state = decide(tier, sizing.state, measured)
         if settings.are_shards_auto:
             sizing.choose(decision, settings.shards, obstacle, settings.shard_bytes)
-        return self._tier_status(tier, sizing, measured, decision, service, settings.shard_bytes)
+        return self._tier_status(tier, sizing, measured, decision, service, settings)
 
     def _tier_status(
         self, tier: Tier, sizing: _TierSizing, measured: Measurements, decision: Decision, service: Service,
-        unit: int = 0,
+        shards: SizingSettings | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         curve = points(tier, sizing.state, measured, decision.recommended) if service.is_known() else ()
-        return tier_status(decision, curve, unit)
+        if shards is None:
+            return tier_status(decision, curve)
+        whole = [point._replace(size=point.size * shards.num_parts) for point in curve]
+        return tier_status(decision, whole, shards.shard_bytes)
 
     def _common_size(self, situation: Situation) -> int:
         """Return the size that all pods report; 0 if they differ or a pod does not report one."""

@@ -18,6 +18,7 @@ from aiohttp import web
 from lmcache_operator.autoscaling.intake.lookups import Intake
 from lmcache_operator.autoscaling.poller import Poller
 from lmcache_operator.components.registry import COMPONENTS
+from lmcache_operator.policy.tier import Prices
 from lmcache_operator.specs.kinds import ClusterKey, Ref
 from lmcache_operator.specs.names import RESIZE_REFUSED, SIDECAR
 from lmcache_store.curves import HASHES, Lookup
@@ -142,6 +143,24 @@ async def test_chosen_size_is_limited_by_the_maximum_of_running_pods() -> None:
         # A recommendation may need new pods.
         poller_rig.report(autoscaling=scaling | {"mode": "Recommend"})
         assert poller_rig.poller._watched[KEY].situation.memory_bounds == (32 << 30, 512 << 30)
+
+
+@in_a_loop
+async def test_a_pod_with_a_part_of_each_row_stands_for_all_pods_of_its_engine() -> None:
+    """Only the first pod counts requests. Bytes of a part cost as much as those of all parts."""
+    shards = {"remote": {"managed": {"shards": 2, "memoryPerShard": "1Gi"}}, "memory": {"size": "64Gi"}}
+    prices = {"prices": {"gpuHour": "3", "memoryGiBHour": "0.01", "shardGiBHour": "0.02"}}
+    engine = {"nodes": 2, "gpu": {"count": 1}, "parallelism": {"tensor": 2}}
+    async with rig() as poller_rig:
+        poller_rig.report(tiers=shards, autoscaling=prices)
+        watched = poller_rig.poller._watched[KEY]
+        whole = watched.situation.settings
+        poller_rig.report(tiers=shards, autoscaling=prices, engine=engine)
+        assert [*watched.situation.pods] == [*watched.addresses] == ["uid-0"]
+        part = watched.situation.settings
+    assert part.prices == Prices(3, 0.02, 0.04)
+    assert (part.num_parts, part.memory, part.shards) == (2, whole.memory, whole.shards)
+    assert part.shard_bytes * 2 == whole.shard_bytes
 
 
 @in_a_loop

@@ -10,7 +10,7 @@ from lmcache_operator.autoscaling.sizing import Situation, Sizing, SizingSetting
 from lmcache_operator.policy.report import Choice
 from lmcache_operator.policy.state import Obstacle, Step
 from lmcache_operator.policy.tier import GIB, Prices
-from lmcache_store.common.units import format_size
+from lmcache_store.common.units import format_size, parse_size
 from testing.workloads.closed_loop import Routing, scattered, sticky
 from testing.workloads.remote_loop import RemoteSetup
 from testing.workloads.requests import Request, Workload, chat
@@ -89,6 +89,14 @@ def test_samples_lead_to_the_best_number_of_shards():
     day = loop.sizing.intake.traffic.curve.shared_windows[0]
     predicted_hits = day.hit_ratio(0.95 * loop.changes[-1] * SHARD).hit_ratio
     assert abs(predicted_hits - day.measured_hits) < 0.05
+
+
+def test_curve_of_shards_has_their_bytes_if_a_shard_has_the_rows_of_several_parts():
+    loop = ShardLoop(2)
+    loop.declare(num_parts=2, shard_bytes=SHARD // 2)
+    loop.run(1.0, follow=False)
+    sizes = [parse_size(point["size"]) for point in loop.report.status["remote"]["curve"]]
+    assert max(sizes) == loop.settings.shard_bounds[1] * SHARD
 
 
 @pytest.mark.rotating
