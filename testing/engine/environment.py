@@ -17,3 +17,12 @@ ENVIRONMENT = {
 
 LOAD_GATE = "LMCACHE_TEST_LOAD_GATE"
 """Variable with the path of a file. While it exists, loads wait. A process whose load waits writes to it."""
+
+STORE_GATE = "LMCACHE_TEST_STORE_GATE"
+"""The same for stores."""
+
+NODE = "LMCACHE_TEST_NODE"
+"""Variable with the id of a process, in whose network and mount namespace the engine runs."""
+
+PIPELINE = "LMCACHE_TEST_PIPELINE"
+"""Variable of an engine whose pipeline stages compute on CPUs (``served``)."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from testing.child_process import REPOSITORY, SOURCES, ChildProcess, answers, wait_readable
 from testing.engine import fork_server, gpu
-from testing.engine.environment import ENVIRONMENT
+from testing.engine.environment import ENVIRONMENT, NODE
 from testing.engine.tiny_model import tiny_model
 
 CHILD = "testing.engine.child"
@@ -286,12 +286,18 @@ class ServedEngine(ChildProcess):
         connector: dict[str, Any] | None = None,
         *args: str,
         environment: dict[str, str] | None = None,
+        model: Path | None = None,
+        node: int = 0,
     ) -> None:
-        """``args`` are further arguments of ``vllm serve``. The server's output goes to ``log``."""
+        """Start the server. Its output goes to ``log``.
+
+        ``args`` are further arguments of ``vllm serve``. ``model`` replaces the tiny model. ``node``: a
+        process in whose network and mount namespace the server runs (``two_nodes``).
+        """
         super().__init__("vllm serve", log)
         self.url = f"http://127.0.0.1:{port}"
         arguments = [
-            *("serve", str(tiny_model())),
+            *("serve", str(model or tiny_model())),
             *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)),
             *("--dtype", "float32", "--enforce-eager", "--max-model-len", "9000", "--block-size", "32"),
             *("--max-num-seqs", "8", "--max-num-batched-tokens", "2048", "--no-enable-prefix-caching"),
@@ -305,13 +311,15 @@ class ServedEngine(ChildProcess):
             **ENVIRONMENT,
             "PYTHONPATH": _python_path(SOURCES),
             **(environment or {}),
+            **({NODE: str(node)} if node else {}),
         }
         # The engine core and the workers are in the server's process group, and may outlive the server.
         options: dict[str, Any] = {"cwd": str(REPOSITORY), "env": variables, "start_new_session": True}
         if fork_server.is_allowed():
             self.adopt(fork_server.start("testing.engine.served", arguments, log, **options))
         else:
-            self.spawn([Path(sys.executable).parent / "vllm", *arguments], **options)
+            prefix = ["nsenter", f"--target={node}", "--net", "--mount"] if node else []
+            self.spawn([*prefix, Path(sys.executable).parent / "vllm", *arguments], **options)
         self._group = self.pid
 
     def wait_ready(self, timeout: float = 300) -> ServedEngine:

@@ -6,14 +6,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
-from testing.engine import kv_digests, simulated_gpu
-from testing.engine.environment import LOAD_GATE
+from testing.engine import kv_digests, namespaces, simulated_gpu
+from testing.engine.environment import LOAD_GATE, NODE, PIPELINE, STORE_GATE
 
 KV_FILE = "kv.jsonl"
 
@@ -38,19 +39,36 @@ def _record_kv() -> None:
     EngineCore.__init__ = initialize_and_watch
 
 
-def _hold_loads(gate: Path) -> None:
+def _hold_copies(name: str, gate: Path) -> None:
     from lmcache_client.core.copier import CpuCopier
 
-    load = CpuCopier.load
+    copy = getattr(CpuCopier, name)
 
-    def wait_and_load(*args: Any) -> None:
+    def wait_and_copy(*args: Any) -> None:
         while gate.exists():
-            with gate.open("r+") as file:
+            with contextlib.suppress(FileNotFoundError), gate.open("r+") as file:
                 file.write("waiting")
             time.sleep(0.001)
-        load(*args)
+        copy(*args)
 
-    CpuCopier.load = wait_and_load  # type: ignore[assignment,method-assign]
+    setattr(CpuCopier, name, wait_and_copy)
+
+
+def _create_buffers_of_stages() -> None:
+    """Give later pipeline stages the buffer that vLLM 0.32 creates only when it warms up a GPU."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    gather = GPUModelRunner.sync_and_gather_intermediate_tensors
+
+    def create_and_gather(runner: Any, *args: Any) -> Any:
+        if runner.intermediate_tensors is None:
+            create = runner.model.make_empty_intermediate_tensors
+            runner.intermediate_tensors = create(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+        return gather(runner, *args)
+
+    GPUModelRunner.sync_and_gather_intermediate_tensors = create_and_gather
 
 
 # The processes of engine core and workers start with this module as multiprocessing's main module.
@@ -59,10 +77,18 @@ if __name__ == "__mp_main__":
     _device_memory.__enter__()
     _record_kv()
 
-if LOAD_GATE in os.environ:
-    _hold_loads(Path(os.environ[LOAD_GATE]))
+if PIPELINE in os.environ:
+    _create_buffers_of_stages()
+
+for _name, _variable in (("load", LOAD_GATE), ("store", STORE_GATE)):
+    if _variable in os.environ:
+        _hold_copies(_name, Path(os.environ[_variable]))
 
 if __name__ == "__main__":
+    if NODE in os.environ:  # the processes that this one starts are in the same namespaces
+        _folder = Path.cwd()
+        namespaces.enter(int(os.environ[NODE]), namespaces.NETWORK | namespaces.MOUNT)
+        os.chdir(_folder)
     from vllm.entrypoints.cli.main import main
 
     main()
