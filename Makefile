@@ -57,7 +57,7 @@ test-docs: setup kube ## run the commands and the YAML of the documentation, ope
 	@$(TINY_MODEL)
 	@$(PYTEST) $(DOCS_TESTS)
 
-e2e: setup sglang ## test chart, operator and engines as pods of a real kubelet (root; 25 min, and 8-22 min once); one file: make e2e E2E=FILE
+e2e: setup sglang ## test chart, operator and engines as pods of a real kubelet (root; 30 min, and 8-22 min once); one file: make e2e E2E=FILE
 	@$(PY) -m testing.node
 	@$(PY) -m tools.kube.binaries $$($(PY) -c 'from testing.node.cluster import PROGRAMS; print(*PROGRAMS)')
 	@$(PY) -m testing.engine.upstream

@@ -1,6 +1,7 @@
-"""An engine of two pods, a group, on a real kubelet. The tests depend on their order.
+"""Engines of two pods, groups, on a real kubelet. The tests depend on their order.
 
-vLLM has four ranks of a dense model, which serve separately: two in each pod, which share a sidecar.
+The first engine has four ranks of a dense model, which serve separately: two in each pod, which share a
+sidecar. In the second engine, two tensor-parallel ranks compute each request together, one in each pod.
 """
 
 import os
@@ -48,12 +49,13 @@ def ready_parts(app: App) -> list[Pod]:
     return [app.ready_pod(part) for part in PARTS]
 
 
-def ask(pod: Pod, rank: int, question: list[int]) -> Completion:
-    """The answer of one of the pod's two ranks."""
-    return complete(pod.address, question, headers={"X-data-parallel-rank": f"{rank}"})
+def ask(pod: Pod, rank: int | None, question: list[int]) -> Completion:
+    """The answer of one of the pod's two data-parallel ranks, or of its only one."""
+    headers = {} if rank is None else {"X-data-parallel-rank": f"{rank}"}
+    return complete(pod.address, question, headers=headers)
 
 
-def wait_hit(pod: Pod, rank: int, cold: Completion) -> None:
+def wait_hit(pod: Pod, rank: int | None, cold: Completion) -> None:
     """Wait until a rank hits the whole question from the pod's sidecar. All answers are that of ``cold``."""
 
     def look() -> bool:
@@ -121,20 +123,28 @@ def num_restarts(pod: Pod, container: str) -> int:
     return int(pod.container(container)["restartCount"])
 
 
-def test_a_killed_rank_restarts_vllm_in_both_pods_with_its_cache(app, cold):
+def restarted(app: App, title: str) -> list[Pod]:
+    """Kill a process of vLLM in the second pod, and return both pods when they are ready again.
+
+    vLLM restarts in both pods. The sidecars continue with their rows.
+    """
     before = ready_parts(app)
     rows = [pod.stats()["memory"]["used_rows"] for pod in before]
     former = [num_restarts(pod, "engine") for pod in before]
-    (rank,) = (pid for pid, title in processes(before[1]).items() if title == "VLLM::EngineCore_DP3")
+    (rank,) = (pid for pid, name in processes(before[1]).items() if name == title)
     os.kill(rank, signal.SIGKILL)
-    app.node.reached("engine over two nodes: a rank killed")
+    app.node.reached(f"{app.name}: a rank killed")
     app.node.wait(lambda: [num_restarts(app.pod(part), "engine") - 1 for part in PARTS] == former, 120)
     after = ready_parts(app)
-    app.node.reached("engine over two nodes: all pods ready again")
+    app.node.reached(f"{app.name}: all pods ready again")
     assert [(pod.uid, num_restarts(pod, "sidecar")) for pod in after] == [(pod.uid, 0) for pod in before]
     assert last_output(after[0]).startswith(f"error: part 1 of 2 ({before[1].name}) ended: vLLM exited with ")
     assert [pod.stats()["memory"]["used_rows"] for pod in after] == rows
-    for pod in after:
+    return after
+
+
+def test_a_killed_rank_restarts_vllm_in_both_pods_with_its_cache(app, cold):
+    for pod in restarted(app, "VLLM::EngineCore_DP3"):
         for rank in range(2):
             wait_hit(pod, rank, cold)
     app.wait_condition("Ready")
@@ -147,26 +157,30 @@ def is_ending(pod: Pod) -> bool:
     return any(mask & 1 << signal.SIGTERM - 1 for mask in pending)
 
 
-def test_a_drain_of_one_pod_fails_no_request(app, cold):
-    """The other pod is unready before its vLLM gets SIGTERM. Then vLLM finishes the stream."""
+def check_drain_of_second_pod(app: App) -> None:
+    """The first pod is unready before its vLLM gets SIGTERM. Then vLLM finishes the stream."""
     leader, follower = ready_parts(app)
     app.node.kubectl("cordon", NODE)
     with retained(follower), ThreadPoolExecutor(1) as threads:
         with leader.stopped_during(threads, prompt(72, 64), NUM_TOKENS, but_first=True) as request:
             app.node.api.delete("v1/pods", follower.name, NAMESPACE)
-            app.node.reached("engine over two nodes: a pod deleted")
+            app.node.reached(f"{app.name}: a pod deleted")
             app.node.wait(lambda: not app.pod(PARTS[0]).is_ready, 60)
-            app.node.reached("engine over two nodes: the other pod unready")
+            app.node.reached(f"{app.name}: the other pod unready")
             assert not is_ending(leader)
             app.node.wait(lambda: is_ending(leader), 60)
             assert not request.done()
         assert len(request.result().tokens) == NUM_TOKENS
         states = app.node.wait(lambda: termination_states(app.pod(PARTS[1])), 180)
-        app.node.reached("engine over two nodes: the deleted pod ended")
+        app.node.reached(f"{app.name}: the deleted pod ended")
         assert [state["exitCode"] for state in states] == [0, 0]
     # The kubelet delays the second restart of a container.
     cause = f"error: part 1 of 2 ({follower.name}) was terminated"
     app.node.wait(lambda: last_output(app.pod(PARTS[0])) == cause, 60)
+
+
+def test_a_drain_of_one_pod_fails_no_request(app, cold):
+    check_drain_of_second_pod(app)
 
 
 def test_deletion_leaves_nothing(app):
@@ -178,3 +192,44 @@ def test_deletion_leaves_nothing(app):
         return [kind for kind, name in objects if app.node.api.find(kind, name, NAMESPACE)]
 
     app.node.wait(lambda: not app.pods() and not remaining(), 120)
+
+
+@pytest.fixture(scope="module")
+def spread(make_app) -> Iterator[App]:
+    """An engine with a tensor-parallel rank in each of its two pods."""
+    app: App = make_app("spread")
+    app.node.kubectl("uncordon", NODE)  # a test of the first engine drained it
+    app.spec["spec"]["engine"] |= {"nodes": 2, "parallelism": {"tensor": 2}}
+    app.apply()
+    app.node.reached("spread: applied")
+    yield app
+    app.delete()
+
+
+def test_ranks_in_two_pods_hit_together_after_a_restart(spread):
+    """The first pod has vLLM's server, and the launcher of the other one leads there."""
+    leader, follower = ready_parts(spread)
+    spread.node.reached("spread: all pods ready")
+    spread.wait_condition("SidecarAttached")
+    cold = ask(leader, None, QUESTION)
+    assert cold.num_cached == 0
+    assert ask(follower, None, QUESTION).tokens == cold.tokens
+    wait_hit(leader, None, cold)
+    lookups = [pod.stats()["lookups"] for pod in (leader, follower)]
+    assert [each["gpus"] for each in lookups] == [2, 0]
+    sizes = [(each["row_bytes"], each["engine_kv_bytes"]) for each in lookups]
+    assert sizes[0] == sizes[1]
+    assert all(sizes[0])
+    for pod in restarted(spread, "VLLM::Worker_TP1"):
+        assert pod.is_ready
+    wait_hit(leader, None, cold)
+    endpoints = spread.node.api.objects(
+        "discovery.k8s.io/v1/endpointslices", NAMESPACE, f"kubernetes.io/service-name={spread.name}"
+    )
+    addresses = [each["addresses"] for item in endpoints for each in item["endpoints"]]
+    assert addresses == [[leader.address]]
+
+
+def test_a_drain_of_a_pod_without_a_server_fails_no_request(spread):
+    """vLLM computes in both pods until the server in the first pod has finished its requests."""
+    check_drain_of_second_pod(spread)
