@@ -10,6 +10,8 @@ from testing.engine.tiny_model import tiny_model
 from tests.harness.scope import third
 from tests.harness.sglang import updates as sglang_updates
 from tests.harness.sglang.world import (
+    HELD_WRITE,
+    SWITCH,
     full_pages,
     generate,
     generate_all,
@@ -20,6 +22,7 @@ from tests.harness.sglang.world import (
     serving,
     store,
     wait_attached,
+    writes_held,
 )
 
 pytestmark = [pytest.mark.sglang, pytest.mark.redis]
@@ -61,8 +64,18 @@ def old(sglang_engine):
 
 
 @pytest.fixture(scope="module")
-def _updated(sglang):
-    with serving(sglang.logs, sglang.storage) as engine:
+def switch(tmp_path_factory):
+    """The file with which a test holds the writes of ``engine``."""
+    path = tmp_path_factory.mktemp("switch") / "switch"
+    path.touch()
+    return path
+
+
+@pytest.fixture(scope="module")
+def _updated(sglang, switch):
+    storage = sglang.storage
+    storage.extra_config.update(module_path="tests.harness.sglang.held_writes", class_name="HeldWrites")
+    with serving(sglang.logs, storage, environment={SWITCH: str(switch)}) as engine:
         yield engine
 
 
@@ -140,23 +153,22 @@ def test_the_cache_is_closed_after_an_update_that_fails(
 
 
 @pytest.mark.parametrize("pause", third([None, "retract"]))
-def test_an_update_while_prompts_run_and_are_queued(pause, engine, new_model, expected_new):
-    """SGLang changes the weights, also while it is paused, as trainers of reinforcement learning do.
+def test_an_update_while_prompts_run_and_are_queued(pause, engine, switch, new_model, expected_new):
+    """SGLang changes the weights, and refuses to empty its caches while its storage has work to do.
 
-    It refuses to empty its caches if its storage still has work to do for these requests.
+    It lets running requests finish before the update, unless it is paused, as trainers of reinforcement
+    learning do. In both cases, pages of the old weights wait for the storage.
     """
     prompts = [new_prompt(NUM_TOKENS) for _ in range(10)]
     log_before = len(engine.log)
-    pending = [engine.start_generate(prompt, 256) for prompt in prompts]
-    wait_until(lambda: re.search(r"#queue-req: [1-9]", engine.log[log_before:]))
-    if pause:
-        engine.request("POST", "/pause_generation", {"mode": pause})
-    refusal = ""
-    try:
-        engine.update_weights_from_disk(new_model)
-    except EngineFailed as error:
-        refusal = str(error)
-    assert not refusal or "requests are still running or queued" in refusal
+    with writes_held(switch):
+        pending = [engine.start_generate(prompt, 256) for prompt in prompts]
+        for text in (r"#queue-req: [1-9]", HELD_WRITE):
+            wait_until(lambda text=text: re.search(text, engine.log[log_before:]))
+        if pause:
+            engine.request("POST", "/pause_generation", {"mode": pause})
+        with pytest.raises(EngineFailed, match="requests are still running or queued"):
+            engine.update_weights_from_disk(new_model)
     if pause:
         engine.request("POST", "/continue_generation", {})
     for answer in pending:

@@ -7,6 +7,7 @@ the same probabilities. ``MixedUpPages`` proves that a comparison notices wrong 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import random
@@ -44,7 +45,9 @@ BUFFERED = {"max_total_tokens": 4096, "hicache_host_memory_mode": "buffer_only",
 TRACE = "LMCACHE_TEST_TRACE"
 """Environment variable with the path of the record of ``sglang_traced``."""
 SWITCH = "LMCACHE_TEST_SWITCH"
-"""Environment variable with the path of the file that switches ``sglang_half_off``."""
+"""Environment variable with the path of the file that switches ``half_off`` and ``held_writes``."""
+HELD_WRITE = "a test holds this write"
+"""Text that the log of an engine with ``held_writes`` contains once for each held write."""
 _numbers = itertools.count()
 
 
@@ -150,6 +153,14 @@ def serving_sidecar(kind: type[SidecarProcess] = SidecarProcess, **options: Any)
     options = {"memory_size": "256Mi", "remote_timeout_seconds": 60, **options}
     with _copies(), kind(**options) as sidecar:
         yield sidecar
+
+
+@contextlib.contextmanager
+def writes_held(switch: Path) -> Iterator[None]:
+    """Hold all writes of backends of ``held_writes`` with this file."""
+    with open(switch) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def wait_attached(engine: SGLangEngine, sidecar: SidecarProcess, num_ranks: int = 1) -> None:
