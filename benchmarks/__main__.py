@@ -18,6 +18,7 @@ NAMES = {
     "tiers": "memory tier without copies: time and memory per chunk, payload as a share of the arena",
     "sizing": "autoscaling in a loop with exact tiers, on generated days: cost, changes, surprises",
     "autoscale": "a real operator sizes real sidecars while they serve a trace: cost, changes, predictions",
+    "parts": "engines of one and of two parts on traces: hits, waits, failed loads, bytes of relays",
     "lockstep": "tokens of a data-parallel rank while another rank loads hits, with and without waits",
     "engine": "library engine: store and retrieve of 256 MiB of KV, compared with memcpy; a long lookup",
     "remote": "loads and stores of rows of 32 MiB over one connection, compared with bare loops",
@@ -29,6 +30,7 @@ NAMES = {
     "peer_sglang": "SGLang over lmcache 0.5.6's server, compared; runs only if you name it",
     "vllm": "real engine: time to first token, cold and of hits; throughput of prompts without hits",
     "sglang": "SGLang: time to first token, throughput of new prompts, copies of pages",
+    "nodes": "a hit of an engine with ranks on two nodes, compared with one node; needs root",
     "load": "hits on a busy engine: queued requests, one hot prefix, a new engine",
 }
 
