@@ -201,7 +201,7 @@ class WorkerSide:
 
     @property
     def identity_to_report(self) -> EngineIdentity | None:
-        """Identity for the scheduler side, which needs one of each part; None: there is none yet."""
+        """Identity for the scheduler side, which needs that of one rank per part; None: it has none yet."""
         identity = self.identity
         is_silent = isinstance(identity, PartedIdentity) and identity.part > 0 and not identity.is_speaker
         return None if is_silent else identity

@@ -118,7 +118,7 @@ class TwoNodeWorld:
             sidecar.wait_attached(run_short_request, num_clients)
 
     def new_prompt(self, num_tokens: int = WHOLE + BLOCK) -> list[int]:
-        """Return a prompt that nobody has run before."""
+        """Return a prompt that the engine has not run before."""
         self._num_prompts += 1
         return make_prompt(num_tokens, f"two nodes {self._num_prompts}")
 
