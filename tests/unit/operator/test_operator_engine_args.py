@@ -165,17 +165,22 @@ def test_terminating_pod_has_time_for_requests_and_queued_writes(args, spec, exp
 
 @pytest.mark.parametrize(
     ("grace", "expected"),
-    [({}, ("10", "60", 125)), ({GRACE: 300}, ("10", "235", 300)), ({GRACE: 10}, ("0", "0", 10))],
+    [
+        ({}, ("10", "60", 127, {"sleep": {"seconds": 2}})),
+        ({GRACE: 300}, ("10", "233", 300, {"sleep": {"seconds": 2}})),
+        ({GRACE: 12}, ("0", "0", 12, None)),
+        (CONTAINERS, ("10", "60", 127, DRAIN)),
+    ],
 )
 def test_all_pods_of_an_engine_serve_until_clients_know_of_a_drain(grace, expected) -> None:
-    """The launchers wait, so the pod that terminates begins at once."""
+    """The launchers wait. The pod that terminates begins when its launcher surely handles SIGTERM."""
     spec = pod_of(engine={"nodes": 2, "parallelism": {"data": 2}, "podTemplate": {"spec": grace}})
     (engine,) = spec["containers"]
     env = env_of(engine)
     (timeout,) = (arg.partition("=")[2] for arg in engine["args"] if arg.startswith(TIMEOUT))
-    assert (env["LMCACHE_GROUP_NOTICE_SECONDS"], timeout, spec[GRACE]) == expected
+    pre_stop = engine.get("lifecycle", {}).get("preStop")
+    assert (env["LMCACHE_GROUP_NOTICE_SECONDS"], timeout, spec[GRACE], pre_stop) == expected
     assert env["LMCACHE_GROUP_SHUTDOWN_SECONDS"] == timeout
-    assert "lifecycle" not in engine
     assert env["LMCACHE_GROUP_READY_PORT"] == f"{engine['readinessProbe']['tcpSocket']['port']}"
 
 

@@ -34,6 +34,8 @@ _UID = 2000
 _NOTICE_SECONDS = 5
 _GROUP_NOTICE_SECONDS = 10
 """Time to serve in all pods of a group: readiness probes fail in the other pods within 5 s."""
+_LAUNCHER_SECONDS = 2
+"""Time for a launcher to start. Earlier, Linux discards SIGTERM, because the launcher is process 1."""
 _SHUTDOWN_SECONDS = 60
 _WRITE_OUT_SECONDS = 55
 """Time for the engine's processes to exit, and then for the sidecar to write out its queue (20 s)."""
@@ -105,8 +107,12 @@ def _pod_spec(cluster: Cluster, images: Images, transfer: gpus.Transfer, size: M
 class _Ending(NamedTuple):
     """Seconds that a terminating pod may take. The user's settings take precedence."""
 
+    pause: int
+    """Time before SIGTERM: in a pod without a launcher, until Services and proxies have removed the pod."""
     notice: int
-    """Time to serve until Services and proxies have removed the pod. 0: the grace period is too short."""
+    """Time for which a launcher lets the engine serve after SIGTERM. Both times are 0 if the grace period is
+    too short.
+    """
     shutdown: int
     """Time for the engine to finish its requests. SGLang has no such limit, and may use the grace period."""
     grace: int
@@ -114,15 +120,17 @@ class _Ending(NamedTuple):
 
 
 def _ending(cluster: Cluster) -> _Ending:
-    notice = _NOTICE_SECONDS if cluster.engine.nodes == 1 else _GROUP_NOTICE_SECONDS
-    overhead = notice + _WRITE_OUT_SECONDS
+    one_pod = cluster.engine.nodes == 1
+    pause, notice = (_NOTICE_SECONDS, 0) if one_pod else (_LAUNCHER_SECONDS, _GROUP_NOTICE_SECONDS)
+    overhead = pause + notice + _WRITE_OUT_SECONDS
     given = kind_of(cluster).shutdown_seconds(cluster.engine.args)
     grace = dig(cluster.engine.pod_template, "spec", "terminationGracePeriodSeconds")
     if isinstance(grace, int):
         shutdown = max(0, grace - overhead) if given is None else given
-        return _Ending(notice if grace > notice else 0, shutdown, grace)
+        is_short = grace <= pause + notice
+        return _Ending(0, 0, shutdown, grace) if is_short else _Ending(pause, notice, shutdown, grace)
     shutdown = _SHUTDOWN_SECONDS if given is None else given
-    return _Ending(notice, shutdown, shutdown + overhead)
+    return _Ending(pause, notice, shutdown, shutdown + overhead)
 
 
 def _engine_env(cluster: Cluster) -> dict[str, str]:
@@ -150,9 +158,8 @@ def _engine(cluster: Cluster, ending: _Ending, transfer: gpus.Transfer) -> PodCo
     health = partial(stateful.http_probe, "/health", names.ENGINE_PORT, scheme="HTTPS" if has_tls else None)
     container = template.find_container(cluster.engine.pod_template, names.ENGINE)
     # The API server requires that the sleep is shorter than the grace period, and allows one preStop action.
-    # In a group, the launchers of all pods wait instead.
-    if ending.notice and cluster.engine.nodes == 1 and not dig(container, "lifecycle", "preStop"):
-        engine["lifecycle"] = {"preStop": {"sleep": {"seconds": ending.notice}}}
+    if ending.pause and not dig(container, "lifecycle", "preStop"):
+        engine["lifecycle"] = {"preStop": {"sleep": {"seconds": ending.pause}}}
     return engine | {
         "args": kind.args(cluster, ending.shutdown, has_reader=transfer.mode == gpus.CUDA_IPC),
         "command": [*kind.command],
