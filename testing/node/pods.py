@@ -21,6 +21,8 @@ from testing.node.cluster import NodeCluster
 
 ENGINE_PORT, SIDECAR_PORT = 8000, 9464
 _REQUEST_SECONDS = 300
+_SLICE_SECONDS = 0.01
+_COMPUTING = ("VLLM::EngineCor", "VLLM::Worker", "sglang::schedul")  # the kernel keeps 15 characters
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,9 @@ class Pod:
         """Stop all processes of the container inside the context, or all but its first process, which gets
         the signals of the kubelet. Remaining processes continue afterwards.
         """
-        processes = (self.group(container) / "cgroup.procs").read_text().split()
-        if but_first:
-            processes = [process for process in processes if not _is_first(process)]
-        _signal(processes, signal.SIGSTOP)
-        try:
+        processes = self._processes(container)
+        with _stopped(process for process in processes if not (but_first and _is_first(process))):
             yield
-        finally:
-            _signal(processes, signal.SIGCONT)
 
     @contextlib.contextmanager
     def stopped_during(
@@ -87,21 +84,25 @@ class Pod:
         """Run a completion, and stop the engine inside the context, as `stopped` does. The request has a
         token, but not all.
 
-        The thread that reads the tokens also stops the engine, because another thread could be too late.
+        A busy API server can be later with the first token than the engine with the last one. So the
+        processes that compute run a tenth of the time until the token arrives.
         """
+        has_begun = threading.Event()
+        computing = [*filter(_computes, self._processes("engine"))]
+        assert computing, "no process of the engine has a known title"
         with contextlib.ExitStack() as stack:
-            is_stopped = threading.Event()
-
-            def stop() -> None:
-                stack.enter_context(self.stopped("engine", but_first=but_first))
-                is_stopped.set()
-
-            request = threads.submit(complete, self.address, prompt, max_tokens, stop)
-            request.add_done_callback(lambda _: is_stopped.set())  # also after an error
-            is_stopped.wait()
+            request = threads.submit(complete, self.address, prompt, max_tokens, has_begun.set)
+            request.add_done_callback(lambda _: has_begun.set())  # also after an error
+            while not has_begun.wait(_SLICE_SECONDS):
+                with _stopped(computing):
+                    has_begun.wait(9 * _SLICE_SECONDS)
+            stack.enter_context(self.stopped("engine", but_first=but_first))
             if request.done():
                 raise AssertionError(f"the request ended before the engine was stopped: {request.result()}")
             yield request
+
+    def _processes(self, container: str) -> list[str]:
+        return (self.group(container) / "cgroup.procs").read_text().split()
 
     def exec(self, container: str, *argv: str) -> str:
         """Standard output of a command in the container. Raises CalledProcessError."""
@@ -134,6 +135,23 @@ class Pod:
         headers = {"X-LMCache-Tenant": salt_header} if salt_header else {}
         body = {"cache_salt": cache_salt} if cache_salt else {}
         return complete(self.address, prompt, max_tokens, headers=headers, body=body)
+
+
+@contextlib.contextmanager
+def _stopped(processes: Iterable[str]) -> Iterator[None]:
+    stopped = [*processes]
+    _signal(stopped, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        _signal(stopped, signal.SIGCONT)
+
+
+def _computes(process: str) -> bool:
+    """Whether a process of vLLM or SGLang computes tokens, by its title."""
+    with contextlib.suppress(FileNotFoundError):  # the process has ended
+        return Path(f"/proc/{process}/comm").read_text().startswith(_COMPUTING)
+    return False
 
 
 def _is_first(process: str) -> bool:
