@@ -91,7 +91,8 @@ class PartProcess(ChildProcess):
     def is_ready(self) -> bool:
         """Whether the readiness probe succeeds."""
         address = self.environ["VLLM_HOST_IP"], int(self.environ["LMCACHE_GROUP_READY_PORT"])
-        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(address) as probe:
+        # A port that closes resets connections that it has not accepted.
+        with contextlib.suppress(ConnectionError), socket.create_connection(address) as probe:
             return probe.recv(1) == b""
         return False
 
