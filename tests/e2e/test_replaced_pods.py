@@ -9,9 +9,7 @@ from testing.node.cluster import NODE
 from testing.node.pods import SIDECAR_PORT
 from tests.harness.operator.pods import is_in_service, is_terminating, prompt, retained, termination_states
 
-# A busy API server sends its first token late. The engine must not have computed all tokens by then. It must
-# compute the rest within its grace period.
-NUM_TOKENS = 1500
+NUM_TOKENS = 300  # of requests that run while a pod is evicted
 
 
 def scale(app, replicas: int):
