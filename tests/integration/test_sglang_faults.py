@@ -3,6 +3,7 @@
 import pytest
 
 from lmcache_client.rpc import service
+from testing.deadlines import CALLS
 from testing.sglang.engine import lmcache_storage, make_prompt
 from tests.harness.scope import third
 from tests.harness.sglang import world as sglang_world
@@ -18,6 +19,8 @@ from tests.harness.sglang.world import (
     store,
     wait_attached,
 )
+
+DEADLINES = CALLS
 
 pytestmark = [pytest.mark.sglang, pytest.mark.redis]
 
@@ -78,6 +81,7 @@ def test_a_sidecar_that_is_late_or_of_another_release_or_frozen(sglang):
 
             sidecar.program = program
             sidecar.start()
+            wait_attached(engine, sidecar)
             with Streams(engine, sglang.expected, PROMPTS) as streams:
                 streams.wait(8, is_hit)
                 sidecar.freeze()
