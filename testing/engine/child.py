@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import torch
 
-from testing.engine import gpu, kv_digests, simulated_gpu
+from testing.engine import gates, gpu, kv_digests, kv_files, simulated_gpu
 
 _SCRUBBED = 0x5A
 """KV bytes that no kernel writes: a load that copies nothing must not leave the right bytes by chance."""
@@ -36,22 +36,29 @@ class Child:
         self._next_id = 0
         self._kv: dict[str, list[list[str]]] = {}
         self._hashes_kv = True
+        self._kv_folder: str | None = None
         self._num_preemptions = 0
         self._loaded_blocks: list[int] | None = None
         self._phases: dict[str, list[float]] = {phase: [] for phase in _PHASES}
         self._steps: list[tuple[float, int]] = []
         kv_digests.watch(self._core, self._kv.__setitem__, lambda: self._hashes_kv)
+        kv_files.watch(self._core, lambda: self._kv_folder)
         self._count_preemptions()
         self._recomputed_from: dict[str, int] = {}
         self._note_recomputed()
         self._num_step_tokens = 0
         self._note_steps()
 
-    def generate(self, requests: list[dict[str, Any]], reset_after: int = 0) -> list[dict[str, Any]]:
+    def generate(
+        self, requests: list[dict[str, Any]], reset_after: int = 0, pauses: bool = False
+    ) -> list[dict[str, Any]]:
         """Run requests ``{prompt: [token ids], max_tokens, cache_salt?, prompt_logprobs?, regex?,
-        trace_headers?, kv_transfer_params?, first_step?}`` concurrently to their end. ``regex`` is a grammar
-        for the answer. A request arrives before the step ``first_step``, by default before the first one.
-        After ``reset_after`` steps, if any, all caches are reset while the requests run.
+        trace_headers?, kv_transfer_params?, first_step?, num_steps?}`` concurrently to their end.
+
+        ``regex`` is a grammar for the answer. A request arrives before the step ``first_step``, by default
+        before the first one. It is aborted ``num_steps`` steps later, if it still runs. After ``reset_after``
+        steps, if any, all caches are reset while the requests run. If the engine ``pauses`` for the reset,
+        it first ends loads and computes nothing.
         """
         results: dict[str, dict[str, Any]] = {str(self._next_id + n): {} for n in range(len(requests))}
         self._next_id += len(requests)
@@ -63,9 +70,10 @@ class Child:
             while waiting and waiting[0][1].get("first_step", 1) <= step:
                 request_id, request = waiting.pop(0)
                 self._add(request_id, request, results[request_id])
+            self._abort(results, requests, step)
             if not self._engine.has_unfinished_requests() and not waiting:
                 break
-            if reset_after and step >= reset_after and self._reset():
+            if reset_after and step >= reset_after and self._reset(pauses):
                 reset_after = 0
             step_began_at = time.perf_counter()
             outputs = self._engine.step()
@@ -126,6 +134,10 @@ class Child:
         """Number of preemptions so far."""
         return self._num_preemptions
 
+    def save_kv(self, folder: str | None) -> None:
+        """Save the KV of each request that finishes in this folder (``kv_files``), or in none."""
+        self._kv_folder = folder
+
     def stop_hashing_kv(self) -> None:
         """For benchmarks: with one answer token, hashing would be part of the time to first token."""
         self._hashes_kv = False
@@ -170,15 +182,36 @@ class Child:
             structured_outputs=StructuredOutputsParams(regex=regex) if regex else None,
             extra_args={"kv_transfer_params": transfer} if transfer else None,
         )
+        result["request_id"] = request_id
         result["began_at"] = time.perf_counter()
         self._engine.add_request(request_id, prompt, params, trace_headers=request.get("trace_headers"))
         self._phases["arrival"].append(time.perf_counter() - result["began_at"])
 
-    def _reset(self) -> bool:
+    def _abort(
+        self, results: dict[str, dict[str, Any]], requests: Sequence[dict[str, Any]], step: int
+    ) -> None:
+        """Abort the requests that end before this step."""
+        for (request_id, result), request in zip(results.items(), requests, strict=True):
+            if step == request.get("first_step", 1) + request.get("num_steps", -1) and "tokens" not in result:
+                self._engine.abort_request([request_id])
+                result |= {"tokens": [], "logprobs": [], "ttft": 0.0, "ended": 0.0, "num_cached_tokens": 0}
+                result |= {"finish_reason": "abort", "kv_transfer_params": None}
+                result.pop("began_at", None)
+
+    def _reset(self, pauses: bool) -> bool:
+        from vllm.v1.core.sched.interface import PauseState
+
+        scheduler = self._core.scheduler
         try:
+            if pauses:
+                scheduler.set_pause_state(PauseState.PAUSED_ALL)
+                while scheduler.has_requests():
+                    self._engine.step()
             return bool(self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
         except RuntimeError:  # a request waits for its load, so vLLM refuses for now
             return False
+        finally:
+            scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _note(self, result: dict[str, Any], output: Any, started: float) -> None:
         answer = output.outputs[0]
@@ -295,6 +328,7 @@ def _serve(child: Child, commands: IO[str], answers: IO[str]) -> None:
 def main() -> None:
     """``child.py COMMAND_FD ANSWER_FD ENGINE_ARGS_JSON``."""
     gpu.prepare()
+    gates.hold_copies()
     with open(int(sys.argv[1])) as commands, open(int(sys.argv[2]), "w") as answers:
         child = Child(json.loads(sys.argv[3]))
         answers.write('{"answer": "ready"}\n')

@@ -99,6 +99,7 @@ class Generated(NamedTuple):
     finish_reason: str
     kv_transfer_params: dict[str, Any] | None  # what the connector says to the engine that continues
     kv: list[list[str]]  # by layer of each rank: a digest of each full block's bytes; "": slid out
+    request_id: str = ""
 
 
 class EngineFailed(Exception):
@@ -180,20 +181,28 @@ class EngineProcess(ChildProcess):
         caches of engine and connector are reset, as before a weight update.
         """
         requests = [{"prompt": prompt, "max_tokens": max_tokens, **options} for prompt in prompts]
-        self._send(do="generate", requests=requests, reset_after=reset_after)
+        self.start(requests, reset_after=reset_after)
 
     def finish_generate(self, timeout: float = 300) -> list[Generated]:
         """Wait for the requests of ``start_generate``."""
         return [Generated(**result) for result in self._receive(timeout)]
 
-    def run(self, requests: Sequence[dict[str, Any]], timeout: float = 300) -> list[Generated]:
+    def run(self, requests: Sequence[dict[str, Any]], **options: Any) -> list[Generated]:
         """Run requests of ``child.Child.generate``, which may arrive at different steps, to their end."""
-        self._send(do="generate", requests=requests)
-        return self.finish_generate(timeout)
+        self.start(requests, **options)
+        return self.finish_generate()
+
+    def start(self, requests: Sequence[dict[str, Any]], **options: Any) -> None:
+        """Start what ``run`` runs, and return while the requests run."""
+        self._send(do="generate", requests=requests, **options)
 
     def scrub_kv(self) -> None:
         """Overwrite all of the engine's KV, and empty its own prefix cache."""
         self._call("scrub_kv")
+
+    def save_kv(self, folder: Path | None) -> None:
+        """Save the KV of each request that finishes in this folder (``kv_files``), or in none."""
+        self._call("save_kv", folder=None if folder is None else str(folder))
 
     def reset_caches(self) -> bool:
         """Invalidate all KV of the engine and its connector. Returns False if that is not possible now."""
@@ -247,8 +256,8 @@ class EngineProcess(ChildProcess):
                 self.wait(20)
         self.kill()
 
-    def _call(self, do: str) -> Any:
-        self._send(do=do)
+    def _call(self, do: str, **arguments: Any) -> Any:
+        self._send(do=do, **arguments)
         return self._receive(300)
 
     def _send(self, **command: Any) -> None:

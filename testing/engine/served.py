@@ -6,15 +6,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
-from testing.engine import kv_digests, namespaces, simulated_gpu
-from testing.engine.environment import LOAD_GATE, NODE, PIPELINE, STORE_GATE
+from testing.engine import gates, kv_digests, namespaces, simulated_gpu
+from testing.engine.environment import NODE, PIPELINE
 
 KV_FILE = "kv.jsonl"
 
@@ -37,21 +35,6 @@ def _record_kv() -> None:
         kv_digests.watch(core, note)
 
     EngineCore.__init__ = initialize_and_watch
-
-
-def _hold_copies(name: str, gate: Path) -> None:
-    from lmcache_client.core.copier import CpuCopier
-
-    copy = getattr(CpuCopier, name)
-
-    def wait_and_copy(*args: Any) -> None:
-        while gate.exists():
-            with contextlib.suppress(FileNotFoundError), gate.open("r+") as file:
-                file.write("waiting")
-            time.sleep(0.001)
-        copy(*args)
-
-    setattr(CpuCopier, name, wait_and_copy)
 
 
 def _create_buffers_of_stages() -> None:
@@ -80,9 +63,7 @@ if __name__ == "__mp_main__":
 if PIPELINE in os.environ:
     _create_buffers_of_stages()
 
-for _name, _variable in (("load", LOAD_GATE), ("store", STORE_GATE)):
-    if _variable in os.environ:
-        _hold_copies(_name, Path(os.environ[_variable]))
+gates.hold_copies()
 
 if __name__ == "__main__":
     if NODE in os.environ:  # the processes that this one starts are in the same namespaces
