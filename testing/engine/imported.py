@@ -4,8 +4,10 @@ import contextlib
 import functools
 import gc
 import importlib
+import multiprocessing
 import os
 import time
+import types
 from typing import Any
 
 MODULES = (
@@ -30,6 +32,22 @@ def _fork_engine_cores_and_workers() -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     CpuPlatform.check_and_update_config = staticmethod(check_and_fork)
+
+
+def _fork_api_servers() -> None:
+    """Fork several API servers, each of which would import all again.
+
+    Their metrics are files that they share. ``prometheus_client`` chooses files when it is imported, if a
+    variable is set that vLLM sets later.
+    """
+    from prometheus_client import values
+    from vllm.v1 import utils
+
+    def fork(_: str) -> Any:
+        values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
+        return multiprocessing.get_context("fork")
+
+    utils.multiprocessing = types.SimpleNamespace(get_context=fork)
 
 
 def _inspect_models_in_process() -> None:
@@ -58,6 +76,7 @@ for name in MODULES:
     with contextlib.suppress(ImportError):  # other versions of vLLM lack some modules
         importlib.import_module(name)
 _fork_engine_cores_and_workers()
+_fork_api_servers()
 _inspect_models_in_process()
 _sleep_between_polls()
 gc.collect()
