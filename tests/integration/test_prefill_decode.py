@@ -14,7 +14,7 @@ from typing import Any, Self
 import pytest
 
 from testing.child_process import free_ports, wait_until
-from testing.deadlines import COPIES
+from testing.deadlines import COPIES, STANDARD, deadlines
 from testing.engine.process import EngineProcess, Generated, ServedEngine, connector_config, patient_config
 from testing.peers import PeerSidecars
 from testing.processes import SidecarProcess
@@ -180,8 +180,8 @@ def test_prefill_engine_fails_during_the_prompt(pools: Pools, fault: str) -> Non
 
 
 def test_sidecar_is_frozen_after_the_hand_over(tmp_path: Path) -> None:
-    """The engines have the usual deadlines: a frozen sidecar must not hold up an answer."""
-    with sidecars_on(2, tmp_path, peer_answer_seconds=0.005) as sidecars:
+    """All have the usual deadlines: a frozen sidecar must not hold up an answer."""
+    with deadlines(STANDARD), sidecars_on(2, tmp_path, peer_answer_seconds=0.005) as sidecars:
         pools = Pools(tmp_path, sidecars, is_patient=False)
         for number, sidecar in enumerate([*sidecars, *sidecars]):
             pools.running()
