@@ -24,8 +24,8 @@ NAME = "nodes"
 PARTS = "0-0", "0-1"
 """Group and rank in the names of pods."""
 QUESTION = prompt(71, 2048)
-# The first pod computes the rest of a stream while the processes of the other pod end. A longer stream keeps
-# the launcher there from running for 5 s, if two cores are all that both pods have.
+# The first pod computes the rest of a stream while the processes of the other pod end. With 500 tokens on two
+# cores, the launcher of the other pod waited up to 5 s for a core.
 NUM_TOKENS = 100
 GROUP_KINDS = "apps/v1/statefulsets", "networking.k8s.io/v1/networkpolicies"
 LISTENING = "0A"
