@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from lmcache_store.causes import HITS, TIERS
 from tools.dashboards.layout import CLUSTERS, Dashboard, Panel, Query, Setting
 
-_TIERS = 'cause=~"memory|disk|remote"'
-_COMPUTED = 'cause!~"engine|memory|disk|remote"'
+_TIERS = f'cause=~"{"|".join(TIERS)}"'
+_NOT_COMPUTED, _COMPUTED = f'cause=~"{"|".join(HITS)}"', f'cause!~"{"|".join(HITS)}"'
 _PROMPTS = "sum(rate(lmcache_prompt_tokens_total{...}[$__range]))"
 _GPUS = "sum(rate(lmcache_saved_gpu_seconds_total{...}[%s]))"
 
@@ -64,7 +65,7 @@ DASHBOARD = Dashboard(
             "short",
             [
                 Query(
-                    'sum by (cause) (rate(lmcache_cause_tokens_total{..., cause=~"engine|memory|disk|remote"}'
+                    f"sum by (cause) (rate(lmcache_cause_tokens_total{{..., {_NOT_COMPUTED}}}"
                     "[$__rate_interval]))",
                     "{{cause}}",
                 ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lmcache_store.causes import HITS
 from tools.dashboards.layout import CLUSTERS, Dashboard, Panel, Query
 
 
@@ -110,7 +111,7 @@ DASHBOARD = Dashboard(
                 Query(
                     "topk(10, sum by (namespace, lmcache_io_cluster) (rate("
                     "lmcache_cause_tokens_total{...,"
-                    ' cause!~"engine|memory|disk|remote"}[$__rate_interval])))',
+                    f' cause!~"{"|".join(HITS)}"}}[$__rate_interval])))',
                     "{{namespace}}/{{lmcache_io_cluster}}",
                 )
             ],
