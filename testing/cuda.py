@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -43,6 +44,15 @@ def build() -> Path:
         subprocess.run([compiler, *_FLAGS.split(), "-o", str(new_file), *sources, "-ldl"], check=True)
         new_file.rename(folder / "libcuda.so.1")
     return folder
+
+
+def load_driver() -> None:
+    """Load the simulated driver if this process is on a node.
+
+    In a copy of a fork server, the linker has read LD_LIBRARY_PATH when that server started.
+    """
+    if "CUDASIM_NODE" in os.environ:
+        ctypes.CDLL(str(build() / "libcuda.so.1"))
 
 
 class Node:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,9 @@ from typing import IO, Any
 
 import torch
 
-from testing.engine import gates, gpu, kv_digests, kv_files, simulated_gpu
+from testing import cuda
+from testing.engine import gates, gpu, kv_digests, kv_files, namespaces, simulated_gpu
+from testing.engine.environment import PROCESS
 
 _SCRUBBED = 0x5A
 """KV bytes that no kernel writes: a load that copies nothing must not leave the right bytes by chance."""
@@ -327,6 +330,9 @@ def _serve(child: Child, commands: IO[str], answers: IO[str]) -> None:
 
 def main() -> None:
     """``child.py COMMAND_FD ANSWER_FD ENGINE_ARGS_JSON``."""
+    if PROCESS in os.environ:
+        namespaces.become_process(int(os.environ[PROCESS]))
+    cuda.load_driver()
     gpu.prepare()
     gates.hold_copies()
     with open(int(sys.argv[1])) as commands, open(int(sys.argv[2]), "w") as answers:

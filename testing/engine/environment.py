@@ -24,5 +24,8 @@ STORE_GATE = "LMCACHE_TEST_STORE_GATE"
 NODE = "LMCACHE_TEST_NODE"
 """Variable with the id of a process, in whose network and mount namespace the engine runs."""
 
+PROCESS = "LMCACHE_TEST_PROCESS"
+"""Variable of an engine with the id that its process gets in a new PID namespace."""
+
 PIPELINE = "LMCACHE_TEST_PIPELINE"
 """Variable of an engine whose pipeline stages compute on CPUs (``served``)."""

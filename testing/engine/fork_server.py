@@ -152,8 +152,13 @@ class ForkServer:
         return self._server
 
 
+def _of_no_node() -> dict[str, str]:
+    """Variables without the simulated driver of the first copy's node. It would not survive a fork."""
+    return ENVIRONMENT | {"LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH", "")}
+
+
 _engines = {
-    None: ForkServer("testing.engine.imported", lambda: ENVIRONMENT),
+    None: ForkServer("testing.engine.imported", _of_no_node),
     gpu.EMULATED: ForkServer(
         "testing.vllm_gpu.imported", lambda: ENVIRONMENT | gpu.environment_of(gpu.EMULATED)
     ),

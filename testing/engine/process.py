@@ -117,13 +117,9 @@ class EngineProcess(ChildProcess):
         log: Path,
         connector: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
-        prefix: Sequence[str] = (),
         **engine_args: Any,
     ) -> None:
-        """``engine_args`` override ``ENGINE_ARGS``. The child's output goes to ``log``.
-
-        ``prefix`` is a command that starts the child.
-        """
+        """``engine_args`` override ``ENGINE_ARGS``. The child's output goes to ``log``."""
         super().__init__("the engine", log)
         variables = {**os.environ, **ENVIRONMENT, **(environment or {})}
         args = {**ENGINE_ARGS, **gpu.engine_args(variables), **engine_args}
@@ -138,7 +134,7 @@ class EngineProcess(ChildProcess):
             "PYTHONPATH": _python_path(self.python_path or SOURCES),
         }
         variables |= environment or {}
-        is_standard = not prefix and self.child == EngineProcess.child
+        is_standard = self.child == EngineProcess.child
         server = fork_server.of_engines(variables.get(gpu.VARIABLE))
         if is_standard and server is not None and fork_server.is_allowed():
             ends = child_reads, child_writes
@@ -146,7 +142,7 @@ class EngineProcess(ChildProcess):
             copy = server.start(CHILD, [json.dumps(args)], log, cwd=cwd, env=variables, pass_fds=ends)
             self.adopt(copy)
         else:
-            command = [*prefix, sys.executable, *self.child, child_reads, child_writes, json.dumps(args)]
+            command = [sys.executable, *self.child, child_reads, child_writes, json.dumps(args)]
             self.spawn(
                 [*map(str, command)],
                 cwd=self.python_path or REPOSITORY,

@@ -8,11 +8,15 @@ import pytest
 
 from testing import cuda
 from testing.child_process import wait_until
+from testing.deadlines import PATIENT
+from testing.engine.environment import PROCESS
 from testing.engine.process import EngineProcess, patient_config
 from testing.processes import SidecarProcess
 from tests.harness.client import real_engine
-from tests.harness.client.gpu_engine import in_namespace
 from tests.harness.client.real_engine import CHUNK, assert_loaded, cold
+
+DEADLINES = f"{PATIENT},copy_seconds=15"
+"""The engine polls until a stalled copy of the sidecar times out."""
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -41,12 +45,10 @@ def sidecar(node):
         yield sidecar
 
 
-def start_engine(node, sidecar, folder, pid=0):
-    """Start an engine whose process id in its namespace is 1, or ``pid``."""
-    config = patient_config(sidecar.socket_path)
-    prefix = in_namespace([], pid) if pid else PID_NAMESPACE
-    environment = node.environment("engine")
-    return EngineProcess(folder / "log", config, environment, prefix=prefix)
+def start_engine(node, sidecar, folder, pid=1):
+    """Start an engine whose process has this id in its namespace."""
+    environment = node.environment("engine") | {PROCESS: str(pid)}
+    return EngineProcess(folder / "log", patient_config(sidecar.socket_path), environment)
 
 
 def wait_mode(sidecar, mode):

@@ -13,7 +13,6 @@ import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from lmcache_client.rpc.errors import EngineCopiesError, SidecarError
 from lmcache_client.rpc.hello import Allocation, ClientHello, GroupPages, LayerPages, Role, TransferOffer
 from lmcache_client.rpc.session import BlockCopy, SidecarSession
 from lmcache_store.kv_groups import KVGroup
-from testing import deadlines
+from testing import cuda, deadlines
 from testing.child_process import REPOSITORY, SOURCES, ChildProcess, wait_until
 from testing.cuda import GPU, Node
 from testing.engine import fork_server
@@ -305,11 +304,7 @@ def new_engine() -> str:
 
 def main(requests: str, answers: str, socket_path: str, settings: str) -> None:
     """Run the process of ``GpuEngine``: one answer for each line of a pipe."""
-    # In a copy, the linker has read this variable when the fork server started.
-    for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep):
-        if (library := Path(folder, "libcuda.so.1")).exists():
-            ctypes.CDLL(str(library))
-            break
+    cuda.load_driver()
     with os.fdopen(int(requests)) as lines, os.fdopen(int(answers), "w") as output:
         rank = Rank(socket_path, json.loads(settings))
         for line in lines:
