@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from lmcache.blend.interfaces import BlendExecutor, BlendOutput
 from lmcache.blend.selection import BEFORE_LAYERS, Candidates, LargestDeviation, Selection
 from lmcache.logging import init_logger
+from lmcache_client.blend.selection import tokens_to_compute
 
 logger = init_logger(__name__)
 
@@ -146,13 +147,7 @@ class CacheBlendImpl(BlendExecutor):
         return self._select(tokens)
 
     def _select(self, tokens: Candidates) -> torch.Tensor:
-        is_selected = self.selection.select(replace(tokens, attention=self._attention))
-        if is_selected.dtype != torch.bool or is_selected.shape != tokens.is_valid.shape:
-            kind = f"{is_selected.dtype} {list(is_selected.shape)}"
-            raise ValueError(f"a selection must be a bool mask [{len(tokens.is_valid)}], not {kind}")
-        is_selected = is_selected | ~tokens.is_valid
-        if tokens.deviation is not None:
-            is_selected |= tokens.deviation.isnan()  # NaN in a retrieved row
+        is_selected = tokens_to_compute(self.selection, replace(tokens, attention=self._attention))
         self.indexes_in_kv = is_selected.nonzero().squeeze(1)
         return is_selected
 

@@ -29,20 +29,17 @@ from lmcache.huggingface.cached import CachedModel, obstacle_of_model
 from lmcache.huggingface.prompts import Prompt, PromptSplitter
 from lmcache.logging import init_logger
 from lmcache.utils import KVCache
+from lmcache_client.blend.attention import MAX_OBSERVED
+from lmcache_client.blend.rotation import Angles
 
 logger = init_logger(__name__)
 
-_MAX_OBSERVED = 128
-"""Largest number of a question's last tokens whose attention is measured. The scores take memory."""
 SEGMENT_SALT = "lmcache blend segment"
 """``cache_salt`` of the KV of segments."""
 FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3", "smollm3")
 """Values of transformers' ``model_type`` whose forward pass can be blended."""
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary types, by transformers' names, whose frequencies don't depend on the length of the prompt."""
-_SERIAL_NUMBERS = 1 << 15
-"""Largest piece, in numbers, that torch processes with one thread on a CPU (its ``GRAIN_SIZE``). Several
-threads for each piece cost more than they save, and stall if one of their cores is busy."""
 
 
 @dataclass
@@ -261,7 +258,7 @@ class BlendedModel:
         """Compute the questions over the reusable KV. Return how strongly their last tokens attend to each
         token, float32 ``[num_tokens]``."""
         observed = [
-            min(len(prompt[-1]), _MAX_OBSERVED) if is_reused else 0
+            min(len(prompt[-1]), MAX_OBSERVED) if is_reused else 0
             for prompt, is_reused in zip(prompts, is_blended, strict=True)
         ]
         is_question = torch.cat(
@@ -347,8 +344,7 @@ def _remove_hooks(hooks: list[RemovableHandle], retriever: SPTBlendRetriever) ->
 class RotaryShift:
     """Rotates K in place, from its position p to position p + shift.
 
-    One rotation by the difference of positions replaces a rotation back and one forward. It is computed in
-    float32, because in half precision the angle of a far position would lose digits.
+    One rotation by the difference of positions replaces a rotation back and one forward.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -366,18 +362,4 @@ class RotaryShift:
         if not self._is_rotated[layer_id]:
             return
         angles = (self._frequencies * shift).to(k.device)
-        wide = torch.float64 if k.dtype == torch.float64 else torch.float32
-        cos, sin = angles.cos().to(wide), angles.sin().to(wide)
-        num_tokens = k.shape[-2]
-        step = num_tokens if k.is_cuda else max(1, _SERIAL_NUMBERS * num_tokens // k.numel())
-        for start in range(0, num_tokens, step):
-            part = k[..., start : start + step, :]
-            first, second = part[..., : len(angles)], part[..., len(angles) : 2 * len(angles)]
-            if k.dtype in (torch.float32, torch.float64):
-                turned = first * sin
-                first.mul_(cos).addcmul_(second, sin, value=-1)
-                second.mul_(cos).add_(turned)
-            else:
-                precise = first.float(), second.float()
-                first.copy_(precise[0] * cos - precise[1] * sin)
-                second.copy_(precise[1] * cos + precise[0] * sin)
+        Angles(angles.cos(), angles.sin()).rotate(k.movedim(-2, 0))

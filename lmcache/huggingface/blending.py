@@ -22,6 +22,7 @@ from transformers.cache_utils import DynamicLayer
 
 from lmcache.blend.executor import CacheBlendImpl
 from lmcache.blend.interfaces import BlendRetrieverTask
+from lmcache_client.blend.attention import largest_weights
 
 _TOKEN_DIM = 1
 """Dimension of the tokens in K and V without the batch, ``[num_kv_heads, num_tokens, head_size]``."""
@@ -183,11 +184,8 @@ class QuestionAttention:
         if getattr(attention, "use_rope", True):
             rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
             q = rotate(q, q, *(x[:, self._rows] for x in rotations))[0]
-        q = q.unflatten(1, (k.shape[1], -1))  # [1, num_kv_heads, heads of one, num_rows, head_size]
-        products = q.flatten(2, 3) @ k.transpose(-1, -2)  # K is not copied per head
-        scores = products.float() * attention.scaling
-        scores = scores.unflatten(2, (-1, len(self._rows))).masked_fill_(~self._is_visible, -torch.inf)
-        self.total += scores.softmax(-1).amax((0, 1, 2, 3))
+        q, k = (x[0].transpose(0, 1) for x in (q, k))
+        self.total += largest_weights(q, k, self._is_visible, attention.scaling)
 
 
 def add_hooks(model: PreTrainedModel) -> list[RemovableHandle]:

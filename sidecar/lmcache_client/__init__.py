@@ -3,6 +3,7 @@
 ``vllm`` and ``sglang`` are the connectors, on the engine-neutral ``core``. ``rpc`` is the wire to the
 sidecar, and ``cuda`` calls the CUDA driver. The sidecar uses the wire's messages and the driver, too.
 ``group`` launches the parts of an engine over several pods, and ends them together.
+``blend`` is the arithmetic of CacheBlend, which the library uses, too.
 """
 
 import sys
