@@ -10,6 +10,7 @@ HITS: Mapping[str, str] = {
     "disk": "disk tier",
     "peers": "memory tiers of other pods",
     "remote": "remote tier",
+    "blended": "documents at another position",
 }
 """Causes of tokens that were not computed, the fastest first."""
 
@@ -30,6 +31,7 @@ COMPUTED: Mapping[str, str] = {
     "tier_unavailable": "the lower tier was unavailable",
     "invalid": "the stored copy was damaged",
     "load_failed": "the load from memory failed",
+    "recomputed": "recomputed: chosen tokens of documents at another position",
     "private": "evicted: private keys, so lower tiers hold no copy",
     "not_cacheable": "the request cannot be cached",
     "tail": "tail: less than a chunk, or the last token",

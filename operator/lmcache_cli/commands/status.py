@@ -194,14 +194,14 @@ def _from_tiers(tokens: Counter[str]) -> int:
 
 
 def _tiers(gathered: Gathered) -> Iterator[dict[str, Any]]:
-    """Yield the engines' own caches and all tiers that a sidecar has, each as plain data."""
+    """Yield as plain data the engines' own caches, all tiers of sidecars, and other sources of tokens."""
     tokens = merge.totals(gathered.stats, "causes", "cause_tokens")
     sizes = lower_sizes(gathered) | {"memory": int(merge.total(gathered.stats, "memory", "size_bytes"))}
     if engine_bytes := int(merge.total(gathered.stats, "lookups", "engine_kv_bytes")):
         sizes["engine"] = engine_bytes
     for name in HITS:
         having = [report for report in gathered.stats if name == "engine" or merge.part(report, name)]
-        if not having:
+        if not (having or tokens[name]):  # no tier has the name of blended tokens
             continue
         used = [int(merge.total([report], name, "used_bytes")) for report in having]
         parts = [merge.part(report, name) for report in having]
@@ -211,7 +211,7 @@ def _tiers(gathered: Gathered) -> Iterator[dict[str, Any]]:
             "name": name,
             "sizeBytes": sizes.get(name),
             # All sidecars share the remote tier.
-            "usedBytes": {"memory": sum(used), "disk": sum(used), "remote": max(used)}.get(name),
+            "usedBytes": {"memory": sum(used), "disk": sum(used), "remote": max(used, default=0)}.get(name),
             "hitTokens": tokens[name],
             "problem": f"{len(off)} of {len(having)} pods: {reason}" if off else "",
         }

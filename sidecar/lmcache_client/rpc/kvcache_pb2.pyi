@@ -275,7 +275,7 @@ class LookupRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupKeys, _Mapping]]] = ..., prefill_tokens_per_second: _Optional[float] = ..., hint: bool = ..., tenant: _Optional[bytes] = ..., scheduled: _Optional[_Union[Scheduled, _Mapping]] = ..., num_handed_over_chunks: _Optional[int] = ..., private_reason: _Optional[str] = ..., relayed: bool = ...) -> None: ...
 
 class Scheduled(_message.Message):
-    __slots__ = ("num_engine_chunks", "num_hit_chunks", "num_loaded_tokens", "num_prompt_tokens", "num_engine_tokens", "first_blocks", "block_tokens", "reports_times", "uncached_reason")
+    __slots__ = ("num_engine_chunks", "num_hit_chunks", "num_loaded_tokens", "num_prompt_tokens", "num_engine_tokens", "first_blocks", "block_tokens", "reports_times", "uncached_reason", "num_blended_tokens")
     NUM_ENGINE_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HIT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     NUM_LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -285,6 +285,7 @@ class Scheduled(_message.Message):
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REPORTS_TIMES_FIELD_NUMBER: _ClassVar[int]
     UNCACHED_REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLENDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_engine_chunks: int
     num_hit_chunks: int
     num_loaded_tokens: int
@@ -294,7 +295,8 @@ class Scheduled(_message.Message):
     block_tokens: int
     reports_times: bool
     uncached_reason: str
-    def __init__(self, num_engine_chunks: _Optional[int] = ..., num_hit_chunks: _Optional[int] = ..., num_loaded_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_engine_tokens: _Optional[int] = ..., first_blocks: _Optional[bytes] = ..., block_tokens: _Optional[int] = ..., reports_times: bool = ..., uncached_reason: _Optional[str] = ...) -> None: ...
+    num_blended_tokens: int
+    def __init__(self, num_engine_chunks: _Optional[int] = ..., num_hit_chunks: _Optional[int] = ..., num_loaded_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_engine_tokens: _Optional[int] = ..., first_blocks: _Optional[bytes] = ..., block_tokens: _Optional[int] = ..., reports_times: bool = ..., uncached_reason: _Optional[str] = ..., num_blended_tokens: _Optional[int] = ...) -> None: ...
 
 class GroupKeys(_message.Message):
     __slots__ = ("group", "keys")
@@ -329,20 +331,24 @@ class ReleaseRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., request_ids: _Optional[_Iterable[str]] = ..., times: _Optional[_Iterable[_Union[RequestTimes, _Mapping]]] = ...) -> None: ...
 
 class RequestTimes(_message.Message):
-    __slots__ = ("request_id", "lookup_seconds", "wait_seconds", "load_seconds", "first_token_seconds", "num_failed_tokens")
+    __slots__ = ("request_id", "lookup_seconds", "wait_seconds", "load_seconds", "first_token_seconds", "num_failed_tokens", "num_blended_tokens", "num_recomputed_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     NUM_FAILED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLENDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     lookup_seconds: float
     wait_seconds: float
     load_seconds: float
     first_token_seconds: float
     num_failed_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., lookup_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., load_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., num_failed_tokens: _Optional[int] = ...) -> None: ...
+    num_blended_tokens: int
+    num_recomputed_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., lookup_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., load_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., num_failed_tokens: _Optional[int] = ..., num_blended_tokens: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ...) -> None: ...
 
 class ReleaseReply(_message.Message):
     __slots__ = ()

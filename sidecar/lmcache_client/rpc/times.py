@@ -14,3 +14,5 @@ class RequestTimes(NamedTuple):
     load_seconds: float = 0.0
     first_token_seconds: float = 0.0
     num_failed_tokens: int = 0
+    num_blended_tokens: int = 0
+    num_recomputed_tokens: int = 0

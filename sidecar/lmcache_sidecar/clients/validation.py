@@ -209,7 +209,8 @@ def parse_times(request: pb.ReleaseRequest, engine: bytes) -> list[EndedRequest]
         is_valid = all(0 <= number < math.inf for number in seconds)
         require(is_valid, "the times of a request must be finite numbers of seconds, 0 or more")
         request_id = parse_request_id(taken.request_id)
-        ended.append(EndedRequest(engine, RequestTimes(request_id, *seconds, taken.num_failed_tokens)))
+        tokens = taken.num_failed_tokens, taken.num_blended_tokens, taken.num_recomputed_tokens
+        ended.append(EndedRequest(engine, RequestTimes(request_id, *seconds, *tokens)))
     return ended
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lmcache_sidecar.explain.requests import LOAD_FAILED, ExplainedRequest
+from lmcache_sidecar.explain.requests import BLENDED, LOAD_FAILED, RECOMPUTED, ExplainedRequest
 from lmcache_store.causes import TIERS
 from lmcache_store.explain.benefit import FirstTokenCounts, latency_bucket, length_bucket
 from lmcache_store.tiers.stats import counter, counters
@@ -36,9 +36,12 @@ class BenefitStats:
         rate = request.engine.tokens_per_second
         if not rate:
             return
-        for tier, num_tokens in self.unrated_tokens.items():
-            self.saved_prefill_seconds[tier] += num_tokens / rate
-            self.saved_gpu_seconds += num_tokens / rate * request.engine.num_gpus
+        saved = {tier: num_tokens / rate for tier, num_tokens in self.unrated_tokens.items()}
+        if BLENDED in request.tokens and request.times is not None:
+            saved[BLENDED] = _saved_by_blending(request.tokens, rate, request.times.load_seconds)
+        for tier, seconds in saved.items():
+            self.saved_prefill_seconds[tier] += seconds
+            self.saved_gpu_seconds += seconds * request.engine.num_gpus
         self.unrated_tokens.clear()
 
     def note_first_token(self, request: ExplainedRequest) -> None:
@@ -59,3 +62,13 @@ class BenefitStats:
         for tier, held in self._held.items():
             self.tier_byte_seconds[tier] += held * (now - self._held_at)
         self._held, self._held_at = num_bytes, now
+
+
+def _saved_by_blending(tokens: Mapping[str, int], rate: float, seconds: float) -> float:
+    """Return the least time that a blended prompt saved, in seconds.
+
+    Blending takes the engine's time, of which only a bound is known: the ``seconds`` from the beginning of
+    the load to its end. Recomputed tokens are part of that time, and save nothing themselves.
+    """
+    num_blended, num_recomputed = tokens[BLENDED], tokens.get(RECOMPUTED, 0)
+    return max(0.0, min(num_blended / rate, (num_blended + num_recomputed) / rate - seconds))

@@ -26,7 +26,7 @@ from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.explain.benefit_stats import BenefitStats
 from lmcache_sidecar.explain.open_requests import EndedRequest, OpenRequests
 from lmcache_sidecar.explain.request_times import RequestHistograms
-from lmcache_sidecar.explain.requests import UNKNOWN_ENGINE, ExplainedRequest, RequestEngine
+from lmcache_sidecar.explain.requests import BLENDED, UNKNOWN_ENGINE, ExplainedRequest, RequestEngine
 from lmcache_sidecar.explain.sources import loaded_tokens
 from lmcache_store.tenant_names import DEFAULT_NAME
 from lmcache_store.tiers.base import RowKey
@@ -222,6 +222,9 @@ class Causes:
         tokens = Counter(engine=num_engine, **loaded_tokens(sources, num_loaded, chunk))
         position = depth = num_engine + num_loaded
         tokens["memory"] += position - tokens.total()  # of chunks for which the lookup had no keys
+        # Documents are the first tokens after the hit. What the engine computes comes behind them, or is few.
+        tokens[BLENDED] = min(message.num_blended_tokens, num_prompt - position)
+        position += tokens[BLENDED]
         if num_chunks:
             blocks = _first_block_names(message.first_blocks, chains.keys[0][0])
             chain = np.concatenate((blocks, chunk_names(list(chains.keys[0]))))

@@ -49,7 +49,7 @@ class OpenRequests:
             return None
         request.times = ended.times
         if not request.is_counted:
-            request.fail_load(ended.times.num_failed_tokens)
+            request.end_load(ended.times)
             self._count(request)
         return request
 

@@ -47,7 +47,8 @@ class RequestHistograms:
         )
         self.load = Family.make(
             "lmcache_request_load_seconds",
-            "Seconds of requests' loads, by the slowest tier that held their rows; without the wait",
+            "Seconds of requests' loads without the wait, by the slowest tier of their rows; blended: with"
+            " the time to recompute tokens",
             "tier",
         )
         self.first_token = Family.make(

@@ -17,6 +17,8 @@ from lmcache_store.tenant_names import DEFAULT_NAME
 _MAX_ANSWER = 100
 LOAD_FAILED = "load_failed"
 """Cause of tokens that the engine computes because their load failed."""
+BLENDED, RECOMPUTED = "blended", "recomputed"
+"""Causes of tokens whose KV was computed at another position: used as it is, and computed again."""
 
 
 class RequestEngine(NamedTuple):
@@ -48,34 +50,43 @@ class ExplainedRequest:
     uncached_reason: str = ""
     """Why the engine gave the request no keys; empty: it has keys, or the engine gave no reason."""
     load_tier: str = ""
-    """The slowest tier that held tokens which the engine loads; empty: it loads none."""
+    """The slowest tier that held tokens which the engine loads; BLENDED: it also recomputes some of them;
+    empty: it loads none."""
     times: RequestTimes | None = None
     """Durations; None: the engine has not reported them, because the request has no first token yet."""
     is_counted: bool = False
 
     def __post_init__(self) -> None:
-        self.load_tier = next((tier for tier in reversed(TIERS) if self.tokens.get(tier)), "")
+        tiers = (BLENDED, *reversed(TIERS))
+        self.load_tier = next((tier for tier in tiers if self.tokens.get(tier)), "")
 
     @property
     def source(self) -> TokenSource:
-        """Place of the request's first tokens."""
-        if any(tier in self.tokens for tier in TIERS):
+        """Place of the request's first tokens. Tiers held recomputed tokens, too."""
+        if any(tier in self.tokens for tier in (*TIERS, BLENDED, RECOMPUTED)):
             return "tier"
         return "engine" if "engine" in self.tokens else "none"
 
-    def fail_load(self, num_tokens: int) -> None:
-        """Move tokens that were not loaded from the tiers to the cause ``LOAD_FAILED``.
+    def end_load(self, times: RequestTimes) -> None:
+        """Move the tokens that the engine computed after all to the reasons for that.
 
         All loads fail between memory and the engine. So rows that were in memory already lose tokens first.
         """
+        self._move(times.num_recomputed_tokens, BLENDED, RECOMPUTED)
+        self._move(max(0, self.tokens.get(BLENDED, 0) - times.num_blended_tokens), BLENDED, LOAD_FAILED)
+        num_failed = times.num_failed_tokens
         for tier in TIERS:
-            num_failed = min(num_tokens, self.tokens.get(tier, 0))
-            if num_failed:
-                num_tokens -= num_failed
-                self.tokens[LOAD_FAILED] = self.tokens.get(LOAD_FAILED, 0) + num_failed
-                self.tokens[tier] -= num_failed
-                if not self.tokens[tier]:
-                    del self.tokens[tier]
+            num_failed -= self._move(num_failed, tier, LOAD_FAILED)
+
+    def _move(self, num_tokens: int, cause: str, to: str) -> int:
+        """Give at most ``num_tokens`` tokens of a cause another cause. Return how many."""
+        number = min(num_tokens, self.tokens.get(cause, 0))
+        if number:
+            self.tokens[to] = self.tokens.get(to, 0) + number
+            self.tokens[cause] -= number
+            if not self.tokens[cause]:
+                del self.tokens[cause]
+        return number
 
     def document(self) -> dict[str, Any]:
         """Return the request as the page ``/requests`` shows it. Times that are not known are null."""

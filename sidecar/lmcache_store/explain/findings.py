@@ -69,6 +69,11 @@ _BY_CAUSE = {
         "were hits, but their load failed, so the engine computed them",
         "Read the engine's log. If rows were evicted during their load, the memory tier is too small.",
     ),
+    "recomputed": (
+        "belong to documents at another position, and were chosen to be recomputed",
+        "This keeps blended answers close to exact ones. With a smaller "
+        "spec.engine.blend.ratioPercent, the engine recomputes fewer tokens, and answers differ more.",
+    ),
     "private": (
         "were evicted from memory, and lower tiers cannot hold them, because the engine's keys are private",
         "`private_reason` in /stats of the sidecar says why. "

@@ -87,6 +87,19 @@ def test_remote_tier_is_shared_and_other_tiers_add_up() -> None:
     assert sum(tier["hitTokens"] for tier in status["tiers"]) + 800 == status["promptTokens"] == 2000
 
 
+def test_documents_at_another_position_are_a_source_of_tokens() -> None:
+    tokens = {"engine": 100, "memory": 500, "blended": 300, "recomputed": 60, "tail": 40}
+    causes = stats()["causes"] | {"cause_tokens": tokens}
+    collected = gathered(figures(0, causes=causes))
+    *tiers, source = status_of(collected)["tiers"]
+    assert all(tier["name"] != "blended" for tier in tiers)
+    assert source == {
+        "name": "blended", "sizeBytes": None, "usedBytes": None, "hitTokens": 300, "problem": ""
+    }  # fmt: skip
+    (line,) = (line for line in text(collected).splitlines() if line.startswith("documents at"))
+    assert line.split()[4:7] == ["-", "-", "30"], "its share of 1,000 tokens"
+
+
 def test_spec_gives_the_sizes_of_lower_tiers() -> None:
     tiers = {
         "memory": {"size": "4Gi"},

@@ -1,10 +1,16 @@
 """Findings about the causes, and their table on a terminal."""
 
+import re
+
 import pytest
+import yaml
 
 from lmcache_store.causes import CAUSES, COMPUTED, HITS
 from lmcache_store.explain import tables
 from lmcache_store.explain.findings import findings
+from testing.child_process import REPOSITORY
+
+CRD = REPOSITORY / "crds" / "lmcacheclusters.lmcache.io.yaml"
 
 
 def causes(diverged: dict[str, int] | None = None, **tokens: int) -> dict:
@@ -39,6 +45,19 @@ def test_each_large_cause_has_advice_and_a_small_one_has_none(cause):
     assert not findings(causes(memory=960, **{cause: 40}))
 
 
+def test_advice_names_fields_that_exist():
+    (version,) = yaml.load(CRD.read_text(), yaml.CSafeLoader)["spec"]["versions"]
+    advice = " ".join(
+        findings(causes(**{cause: 500}))[0].advice for cause in COMPUTED.keys() - {"new", "diverged"}
+    )
+    paths = re.findall(r"spec(?:\.\w+)+", advice)
+    assert paths
+    for path in paths:
+        schema = version["schema"]["openAPIV3Schema"]
+        for name in path.split("."):
+            schema = schema["properties"][name]
+
+
 def test_new_tokens_and_hits_need_no_advice():
     assert not findings(causes(new=900, memory=100))
     assert "Nothing stands out." in text(causes(new=900, memory=100))
@@ -59,8 +78,8 @@ def test_no_prompt_is_said_so():
 
 def test_overview_shows_every_cause_with_its_share():
     shown = text(causes({"64": 10}, **dict.fromkeys([c for c in CAUSES if c != "diverged"], 10)))
-    shares = "21 % loaded, 5 % in the engine's own cache, 74 % computed."
-    assert shown.startswith(f"190 tokens of prompts: {shares}")
+    shares = "24 % loaded, 5 % in the engine's own cache, 71 % computed."
+    assert shown.startswith(f"210 tokens of prompts: {shares}")
     for title in (*HITS.values(), *COMPUTED.values()):
         assert title in shown
     assert all(len(line) <= 120 for line in shown.splitlines())

@@ -44,6 +44,7 @@ class Engine:
         num_tail: int = 5,
         time: float = 0.0,
         late_blocking: Future[Blocking] | None = None,
+        num_blended: int = 0,
         **origins: str,
     ) -> ExplainedRequest:
         """``num_engine`` and ``num_loaded`` are tokens; ``origins``: tiers by chunk, like ``c1="disk"``."""
@@ -59,6 +60,7 @@ class Engine:
             num_engine_tokens=num_engine,
             first_blocks=b"".join(key[-8:] for key in keys[: per_chunk - 1]) if chunk_keys else b"",
             block_tokens=BLOCK,
+            num_blended_tokens=num_blended,
         )
         tiers = {chunk_keys[int(name[1:])]: tier for name, tier in origins.items()}
         sources = find_sources(chains, message, tiers)
@@ -143,6 +145,21 @@ def test_a_prompt_that_leaves_an_earlier_one_has_diverged():
     assert (branch.depth_tokens, branch.num_requests, branch.num_tokens) == (CHUNK, 1, 2 * CHUNK)
 
 
+def test_tokens_of_documents_at_another_position_are_not_computed():
+    """Neither the reason why chunks are absent nor a divergence applies to them."""
+    engine = Engine()
+    engine.report(prompt("abc"))
+    explained = engine.report(prompt("axyz"), num_loaded=CHUNK, num_blended=2 * CHUNK + BLOCK)
+    expected = {"memory": CHUNK, "blended": 2 * CHUNK + BLOCK, "diverged": CHUNK - BLOCK, "tail": 5}
+    assert explained.tokens == expected
+    assert engine.causes.stats.diverged_tokens == {"256": CHUNK - BLOCK}
+    explained = engine.report(prompt("axyz"), num_blended=2 * CHUNK)
+    assert explained.tokens == {"blended": 2 * CHUNK, "evicted": 2 * CHUNK, "tail": 5}
+    assert engine.report(prompt("xa"), num_engine=CHUNK, num_blended=1 << 63).tokens == {
+        "engine": CHUNK, "blended": CHUNK + 5
+    }  # fmt: skip
+
+
 def test_a_timestamp_in_the_first_chunk_is_a_divergence():
     engine = Engine()
     for second in range(10):
@@ -196,15 +213,19 @@ def test_chunks_count_although_the_report_lacks_keys_or_tokens(num_keys, fields,
 @given(
     st.lists(
         st.tuples(
-            st.text("ab", max_size=70), st.integers(0, 2000), st.integers(0, 2000), st.integers(0, 600)
+            st.text("ab", max_size=70),
+            st.integers(0, 2000),
+            st.integers(0, 2000),
+            st.integers(0, 600),
+            st.integers(0, 2000),
         ),
         max_size=20,
     )
 )
 def test_causes_add_up_to_the_prompts_for_any_report(reports):
     engine = Engine()
-    for text, num_engine, num_loaded, num_tail in reports:
-        explained = engine.report(text, num_engine, num_loaded, num_tail=num_tail)
+    for text, num_engine, num_loaded, num_tail, num_blended in reports:
+        explained = engine.report(text, num_engine, num_loaded, num_tail=num_tail, num_blended=num_blended)
         assert sum(explained.tokens.values()) == len(text) * BLOCK + num_tail
         assert all(number > 0 for number in explained.tokens.values())
         assert explained.tokens.keys() <= set(CAUSES)

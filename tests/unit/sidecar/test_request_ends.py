@@ -39,6 +39,7 @@ def report(
         num_loaded_tokens=num_loaded * CHUNK,
         num_prompt_tokens=len(text) * CHUNK + 5,
         reports_times=fields.get("reports_times", True),
+        num_blended_tokens=fields.get("num_blended", 0),
     )
     chains = Chains(CHUNK, (KVGroup(0, 16, 4096),), (keys(text),))
     sources = find_sources(chains, message, origins)
@@ -47,8 +48,13 @@ def report(
     causes.note(UncountedRequest(0.0, name, chains, message, sources, HISTORY, blocking, engine=engine))
 
 
-def end(causes: Causes, name: str = "r", num_failed: int = 0, times: RequestTimes = TIMES) -> None:
-    causes.note(EndedRequest(ENGINE, times._replace(request_id=name, num_failed_tokens=num_failed)))
+def end(
+    causes: Causes, name: str = "r", num_failed: int = 0, times: RequestTimes = TIMES, blended=(0, 0)
+) -> None:
+    """``blended``: tokens of documents that were used as they are, and recomputed ones."""
+    fields = zip(("num_blended_tokens", "num_recomputed_tokens"), blended, strict=True)
+    ended = times._replace(request_id=name, num_failed_tokens=num_failed, **dict(fields))
+    causes.note(EndedRequest(ENGINE, ended))
     causes.settle()
 
 
@@ -92,6 +98,49 @@ def test_a_failed_load_is_a_cause_of_its_own(causes):
     assert causes.requests[-1].document()["load_seconds"] == {"memory": 0.5}
 
 
+@pytest.mark.parametrize(
+    ("blended", "num_failed", "tokens"),
+    [
+        pytest.param((400, 100), 0, {"memory": CHUNK, "blended": 400, "recomputed": 100, "load_failed": 12},
+                     id="recomputed tokens and those that failed to load are not hits"),
+        pytest.param((512, 0), CHUNK, {"load_failed": CHUNK, "blended": 512}, id="an exact prefix may fail"),
+        pytest.param((0, 0), 0, {"memory": CHUNK, "load_failed": 512}, id="a failed blend reuses nothing"),
+        pytest.param((0, 512), 0, {"memory": CHUNK, "recomputed": 512}, id="all tokens may be recomputed"),
+        pytest.param((9999, 9999), 0, {"memory": CHUNK, "recomputed": 512}, id="never more than was claimed"),
+    ],
+)  # fmt: skip
+def test_the_end_of_a_blend_moves_tokens_that_were_computed(causes, blended, num_failed, tokens):
+    report(causes, num_loaded=1, num_blended=512)
+    causes.settle()
+    assert causes.requests[-1].tokens == {"memory": CHUNK, "blended": 512, "new": CHUNK, "tail": 5}
+    end(causes, num_failed=num_failed, blended=blended)
+    assert causes.stats.cause_tokens == tokens | {"new": CHUNK, "tail": 5}
+    assert causes.requests[-1].document()["load_seconds"] == {"blended": 0.5}
+
+
+def test_a_blend_saves_at_most_the_time_that_it_did_not_take(causes):
+    """Blending takes 0.5 s. Computing the 512 tokens would take 1 s."""
+    for blended, seconds in (((512, 0), 0.5), ((400, 112), 0.5), ((200, 312), 200 / 512), ((0, 512), 0.0)):
+        causes.benefit.saved_prefill_seconds.clear()
+        report(causes, num_blended=512, rate=512.0)
+        end(causes, blended=blended)
+        assert sum(causes.benefit.saved_prefill_seconds.values()) == seconds
+    report(causes, num_blended=100, rate=512.0)
+    end(causes, blended=(100, 0))
+    report(causes, num_blended=512, rate=512.0)
+    causes.end_engine(ENGINE)
+    assert not sum(causes.benefit.saved_prefill_seconds.values()), "its end is not known"
+
+
+def test_blended_prompts_are_compared_with_prompts_without_hits(causes):
+    report(causes, num_blended=512)
+    end(causes, blended=(400, 112))
+    assert causes.benefit.first_tokens == {"2048": {"tier": {"1": 1}}}
+    report(causes, num_blended=512)
+    end(causes)
+    assert causes.benefit.first_tokens == {"2048": {"tier": {"1": 1}}}, "it failed"
+
+
 def test_loads_of_a_dead_engine_count_as_hits(causes):
     report(causes, "1", num_loaded=1)
     report(causes, "2", num_loaded=1, engine=b"o" * 16)
@@ -120,6 +169,7 @@ def test_open_requests_are_bounded_and_none_is_lost(monkeypatch):
             st.text("ab", max_size=6),
             st.integers(0, 7),
             st.integers(0, 2000),
+            st.integers(0, 2000),
             st.booleans(),
         ),
         max_size=40,
@@ -127,12 +177,13 @@ def test_open_requests_are_bounded_and_none_is_lost(monkeypatch):
 )
 def test_causes_add_up_to_the_prompts_for_any_ends(events):
     causes, expected = Causes(lambda *_: None), 0
-    for event, name, text, num_loaded, num_failed, reports_times in events:
+    for event, name, text, num_loaded, num_failed, number, reports_times in events:
         if event == "report":
-            report(causes, name, text, min(num_loaded, len(text)), reports_times=reports_times)
+            num_hit, fields = min(num_loaded, len(text)), {"num_blended": number}
+            report(causes, name, text, num_hit, reports_times=reports_times, **fields)
             expected += len(text) * CHUNK + 5
         elif event == "end":
-            end(causes, name, num_failed)
+            end(causes, name, num_failed, blended=(number, num_failed))
         else:
             causes.end_engine(ENGINE)
         causes.settle()
@@ -183,9 +234,10 @@ def test_bytes_of_tiers_are_integrated_over_time(causes):
 
 
 def test_times_of_a_release_are_parsed():
-    taken = pb.RequestTimes(request_id="r", wait_seconds=0.5, num_failed_tokens=7)
+    tokens = {"num_failed_tokens": 7, "num_blended_tokens": 8, "num_recomputed_tokens": 9}
+    taken = pb.RequestTimes(request_id="r", wait_seconds=0.5, **tokens)
     (ended,) = parse_times(pb.ReleaseRequest(times=[taken]), ENGINE)
-    assert ended == EndedRequest(ENGINE, RequestTimes("r", 0.0, 0.5, 0.0, 0.0, 7))
+    assert ended == EndedRequest(ENGINE, RequestTimes("r", 0.0, 0.5, 0.0, 0.0, 7, 8, 9))
 
 
 @pytest.mark.parametrize(
