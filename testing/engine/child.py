@@ -195,7 +195,8 @@ class Child:
     ) -> None:
         """Abort the requests that end before this step."""
         for (request_id, result), request in zip(results.items(), requests, strict=True):
-            if step == request.get("first_step", 1) + request.get("num_steps", -1) and "tokens" not in result:
+            num_steps = step - request.get("first_step", 1)
+            if num_steps == request.get("num_steps") and "tokens" not in result:
                 self._engine.abort_request([request_id])
                 result |= {"tokens": [], "logprobs": [], "ttft": 0.0, "ended": 0.0, "num_cached_tokens": 0}
                 result |= {"finish_reason": "abort", "kv_transfer_params": None}
@@ -328,7 +329,7 @@ def _serve(child: Child, commands: IO[str], answers: IO[str]) -> None:
         answers.flush()
 
 
-def main() -> None:
+def main(kind: type[Child] = Child) -> None:
     """``child.py COMMAND_FD ANSWER_FD ENGINE_ARGS_JSON``."""
     if PROCESS in os.environ:
         namespaces.become_process(int(os.environ[PROCESS]))
@@ -336,7 +337,7 @@ def main() -> None:
     gpu.prepare()
     gates.hold_copies()
     with open(int(sys.argv[1])) as commands, open(int(sys.argv[2]), "w") as answers:
-        child = Child(json.loads(sys.argv[3]))
+        child = kind(json.loads(sys.argv[3]))
         answers.write('{"answer": "ready"}\n')
         answers.flush()
         _serve(child, commands, answers)

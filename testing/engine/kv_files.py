@@ -1,4 +1,7 @@
-"""Files with the KV of requests, saved just before their blocks are freed, to compare KV by numbers."""
+"""Files with the KV of prompts, saved just before their blocks are freed, to compare KV by numbers.
+
+The KV of answers is left out, because answers differ where KV differs a little.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ from testing.engine.kv_digests import layers
 
 
 def watch(core: Any, folder: Callable[[], str | None]) -> None:
-    """Save the KV of each request of an EngineCore that finishes, while ``folder`` returns a folder."""
+    """Save the KV of each prompt whose request an EngineCore finishes, while ``folder`` returns a folder."""
     scheduler = core.scheduler
     finished = scheduler._connector_finished
 
     def save_and_finish(request: Any) -> Any:
         if (target := folder()) is not None:
             tables = scheduler.kv_cache_manager.get_block_ids(request.request_id)
-            num_computed = request.num_computed_tokens
-            blocks = [tables[group][: num_computed // tokens] for group, tokens in layers(scheduler)]
+            num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+            blocks = [tables[group][: num_tokens // tokens] for group, tokens in layers(scheduler)]
             stem = str(Path(target) / request.request_id.split("-")[0])
             core.model_executor.collective_rpc(_save, args=(blocks, stem))
         return finished(request)
@@ -29,7 +32,7 @@ def watch(core: Any, folder: Callable[[], str | None]) -> None:
 
 
 def read(folder: Path, request_id: str) -> list[torch.Tensor]:
-    """Return the KV of a finished request: the content of its full blocks, by layer of each rank."""
+    """Return the KV of a finished request's prompt: the content of its full blocks, by layer of each rank."""
     paths = sorted(folder.glob(f"{request_id}.rank*"))
     return [layer for path in paths for layer in torch.load(path)]
 

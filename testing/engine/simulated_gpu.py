@@ -1,9 +1,10 @@
-"""KV of an engine that computes on the CPU, in memory of the simulated GPU."""
+"""KV and staging blocks of an engine that computes on the CPU, in memory of the simulated GPU."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 from collections.abc import Iterator
 from types import ModuleType
@@ -29,23 +30,29 @@ def kv_in_device_memory() -> Iterator[None]:
     if "CUDASIM_NODE" not in os.environ:
         yield
         return
-    from vllm.v1.worker import utils
+    from lmcache_client.vllm.blend import blender
 
-    allocate = utils.allocate_kv_cache
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(_on_device(blender, "_make_staging"))
+        for module in _runners():
+            patches.enter_context(_on_device(module, "allocate_kv_cache"))
+        yield
+
+
+def _on_device(module: ModuleType, name: str) -> contextlib.AbstractContextManager[object]:
+    """Let a function of a module make its tensors in device memory."""
+    allocate = getattr(module, name)
 
     def allocate_on_device(*args: object, **kwargs: object) -> Any:
         context = Device.visible()[0].primary_context()
 
-        def device_zeros(num_bytes: int, *, dtype: torch.dtype, device: object) -> torch.Tensor:
-            return zeros(context, num_bytes, dtype)
+        def device_zeros(*shape: int, dtype: torch.dtype, device: object) -> torch.Tensor:
+            return zeros(context, math.prod(shape) * dtype.itemsize, dtype).view(shape)
 
         with mock.patch.object(torch, "zeros", device_zeros):
             return allocate(*args, **kwargs)
 
-    with contextlib.ExitStack() as patches:
-        for module in _runners():
-            patches.enter_context(mock.patch.object(module, "allocate_kv_cache", allocate_on_device))
-        yield
+    return mock.patch.object(module, name, allocate_on_device)
 
 
 def _runners() -> list[ModuleType]:

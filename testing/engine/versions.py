@@ -23,10 +23,11 @@ SIMULATED = (
     "tests/unit/vllm_connector",
     *(f"tests/integration/test_vllm_{name}.py" for name in ("facade", "multi", "events", "isolation")),
     *(f"tests/integration/test_vllm_{name}.py" for name in ("lifetimes", "parts", "resets", "scenarios")),
-    *(f"tests/integration/test_vllm_{name}.py" for name in ("stats", "times")),
+    *(f"tests/integration/test_vllm_{name}.py" for name in ("blend_isolation", "stats", "times")),
 )
 ENGINES = (
     "tests/integration/test_vllm.py",
+    "tests/integration/test_vllm_blend.py",
     "tests/integration/test_vllm_served.py",
     "tests/integration/test_vllm_variants.py",
 )

@@ -86,6 +86,16 @@ def test_kv_and_answers_are_right_with_both_copiers_and_after_restarts(rows):
     assert {row[1] for row in hits} >= {"memory", "another pod's memory", "Redis"}
 
 
+def test_prompts_are_blended_in_slices_while_a_request_decodes(rows):
+    full, attended = rows["Blended prompts"]
+    assert (full[:4], full[6:]) == (["all", "533", "0", "496"], ["100%", "0.00", "same"])
+    num_reused, num_recomputed = map(int, attended[2:4])
+    assert num_reused + num_recomputed == 496
+    assert 0 <= num_recomputed - 74 <= 8, "15 % of the tokens, and those among the first 16 of the prompt"
+    assert attended[6] != "100%"
+    assert attended[8] == "same"
+
+
 class FailingEngine:
     """An engine that starts with Triton's attention only."""
 

@@ -46,6 +46,9 @@ def test_figures_are_counters_with_the_labels_of_vllm() -> None:
     assert 'vllm:lmcache_loads_total{engine="1",model_name="m"} 2.0' in text
     assert 'vllm:lmcache_loads_total{engine="0",model_name="m"} 0.0' in text
     assert 'vllm:lmcache_load_seconds_total{engine="1",model_name="m"} 0.75' in text
+    assert 'vllm:lmcache_blends_total{engine="1",model_name="m"} 0.0' in text
+    assert "lmcache_blends" not in LMCacheStats(dict(FIRST)).reduce()
+    assert LMCacheStats({"blends": 2}).reduce()["lmcache_blends"] == 2
 
 
 def test_counters_are_registered_inside_multi_connector() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 from typing import Any
 
+from benchmarks.gpu.engine.blend import Blend
 from benchmarks.gpu.engine.decode import Decode
 from benchmarks.gpu.engine.hits import Hits, Reference
 from benchmarks.gpu.engine.world import NoTimeError, World
@@ -38,6 +39,7 @@ class Course:
             if world.scale.is_tiny:
                 self._with_the_other_copier()
             self._without_connector()
+            self._blended(sidecar)
 
     def _copies(self) -> contextlib.AbstractContextManager[None]:
         """On the simulated driver, processes start as copies of others: starts are not measured there."""
@@ -90,7 +92,7 @@ class Course:
             if self._has_redis:
                 options["remote_url"] = stack.enter_context(RedisProcess()).unix_url
             other = world.start_sidecar("other", **options)
-            engine = stack.enter_context(world.engine("C", other, **PATIENCE))
+            engine = stack.enter_context(world.engine("C", other, None, **PATIENCE))
             self._measure(engine, "C", "another pod's memory")
             self._check_cause(other, "peers")
             if not self._has_redis:
@@ -136,3 +138,11 @@ class Course:
                 self._hits.reference(engine, "D", prompt)
             self._decode.alone(engine, "D")
             self._decode.with_prompts(engine, "D", "prompts arrive", has_bar=False)
+
+    def _blended(self, sidecar: SidecarProcess) -> None:
+        blend = Blend(self._world)
+        try:
+            with self._world.engine("F", sidecar, blend.engine_arguments, blend="request") as engine:
+                blend.measure(engine, sidecar)
+        except NoTimeError as error:
+            self._world.facts.add("engine F, which blends prompts", f"not run: {error}")

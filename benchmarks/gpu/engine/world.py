@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -87,19 +87,28 @@ class World:
         return sidecar
 
     @contextlib.contextmanager
-    def engine(self, name: str, sidecar: SidecarProcess | None, **settings: Any) -> Iterator[EngineProcess]:
-        """Start an engine, attached to ``sidecar`` unless that is None. ``settings`` are those of the
-        connector. Raises NoTimeError, and EngineFailed if no kind of engine starts.
+    def engine(
+        self,
+        name: str,
+        sidecar: SidecarProcess | None,
+        arguments: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> Iterator[EngineProcess]:
+        """Start an engine, attached to ``sidecar`` unless that is None. ``arguments`` replace those that
+        engines have here. ``settings`` are those of the connector. Raises NoTimeError, and EngineFailed if
+        no kind of engine starts.
         """
         patience = PATIENCE if self.scale.is_tiny else {}
         connector = connector_config(sidecar.socket_path, **patience | settings) if sidecar else None
-        with self._started(name, connector) as engine:
+        with self._started(name, connector, arguments or {}) as engine:
             if sidecar is not None:
                 self._attach(name, sidecar, engine)
             yield engine
 
     @contextlib.contextmanager
-    def _started(self, name: str, connector: dict[str, Any] | None) -> Iterator[EngineProcess]:
+    def _started(
+        self, name: str, connector: dict[str, Any] | None, arguments: Mapping[str, Any]
+    ) -> Iterator[EngineProcess]:
         """Start the first kind of engine that works. Later engines are of the same kind."""
         while True:
             backend, runner = self._attempts[0]
@@ -107,9 +116,8 @@ class World:
                 raise NoTimeError(f"{self.results.seconds_left():.0f} s were left for engine {name}")
             log = self.results.folder / f"engine-{name}-{backend}-{runner}.log"
             log.unlink(missing_ok=True)
-            with EngineProcess(
-                log, connector, self._environment(runner), attention_backend=backend, **self._arguments()
-            ) as engine:
+            environment, merged = self._environment(runner), {**self._arguments(), **arguments}
+            with EngineProcess(log, connector, environment, attention_backend=backend, **merged) as engine:
                 try:
                     engine.wait_ready(self.results.seconds_left() - _RESERVE_SECONDS)
                     warm_up = self.prompt(self.sizes.prompts[0], f"warm up {name}")

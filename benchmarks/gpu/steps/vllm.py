@@ -7,6 +7,7 @@
 | C | on another pod, whose sidecar reads from the peer, and from Redis if there is one |
 | D | no connector, for comparison |
 | E | on the simulated driver only: makes all copies itself |
+| F | reuses documents at other positions (`lmcache.blend`) |
 """
 
 from __future__ import annotations

@@ -31,6 +31,10 @@ from lmcache_store.common import nontemporal
 Fence = Any
 """A point in the engine's compute stream: copies wait for the work before it. None for KV in host memory."""
 
+STAGING_GROUP = -1
+"""Number that stands for blocks outside the engine's KV, to which a copier may load rows. It is no KV group:
+the sidecar never learns of these blocks."""
+
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
 

@@ -13,7 +13,16 @@ from typing import Any
 
 import torch
 
-from lmcache_client.core.copier import Bytes, CpuCopier, EngineCopier, Fence, Places, RowLoad, allowed_cores
+from lmcache_client.core.copier import (
+    STAGING_GROUP,
+    Bytes,
+    CpuCopier,
+    EngineCopier,
+    Fence,
+    Places,
+    RowLoad,
+    allowed_cores,
+)
 from lmcache_client.core.layout import Layout
 from lmcache_client.cuda import ipc
 from lmcache_client.cuda.copies import CopyBatch
@@ -146,6 +155,8 @@ class CudaCopier(EngineCopier):
         groups = []
         try:
             for group, layout in self._layouts.items():
+                if group == STAGING_GROUP:
+                    continue
                 layers = []
                 for pages in layout.pages:
                     if not ipc.is_exportable(self._context, pages.data_ptr()):

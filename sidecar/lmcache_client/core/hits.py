@@ -65,7 +65,8 @@ class Hit(NamedTuple):
 
 
 _WORD = np.dtype("<u8")
-_NOWHERE = Found(np.empty(0, np.int64), np.empty(0, np.uint64))
+NOWHERE = Found(np.empty(0, np.int64), np.empty(0, np.uint64))
+"""Places of no rows."""
 
 
 def words_of(joined: bytes) -> KeyWords:
@@ -75,7 +76,19 @@ def words_of(joined: bytes) -> KeyWords:
 
 def no_hit(grid: Grid) -> Hit:
     """Return a hit of no chunks."""
-    return Hit(0, 0, (_NOWHERE,) * len(grid.stored))
+    return Hit(0, 0, (NOWHERE,) * len(grid.stored))
+
+
+def find_chains(index: RowFinder, chains: Sequence[KeyWords]) -> list[Found]:
+    """Find the leading rows of each chain. One search is much faster than one for each short chain."""
+    is_there, rows, generations = index.find_each(np.concatenate((words_of(b""), *chains)))
+    flags, end, found = is_there.tobytes(), 0, []
+    for chain in chains:
+        start, end = end, end + len(chain)
+        missing = flags.find(b"\0", start, end)
+        part = slice(start, end if missing < 0 else missing)
+        found.append(Found(rows[part], generations[part]))
+    return found
 
 
 def find_hit(index: RowFinder, grid: Grid, words: Sequence[KeyWords], at_least: int = 0) -> Hit:
@@ -84,8 +97,7 @@ def find_hit(index: RowFinder, grid: Grid, words: Sequence[KeyWords], at_least: 
     ``at_least``: leading chunks that the engine itself has.
     """
     found = [
-        index.find(part) if group.is_full else _NOWHERE
-        for group, part in zip(grid.stored, words, strict=True)
+        index.find(part) if group.is_full else NOWHERE for group, part in zip(grid.stored, words, strict=True)
     ]
     lengths = [len(part.rows) for group, part in zip(grid.stored, found, strict=True) if group.is_full]
     num_leading = min(lengths, default=len(words[0]))

@@ -9,8 +9,9 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from lmcache_client.core.blend_jobs import Blended, BlendStep
 from lmcache_client.core.grid import NULL_BLOCK, BlockTables, Grid
 from lmcache_client.core.hits import Rows
 from lmcache_client.rpc.hello import ClientHello
@@ -138,8 +139,21 @@ class StoreJob:
         return sum(len(group.keys) for group in self.groups) // ROW_KEY_BYTES
 
 
+class _Message:
+    """Message whose pickle has no fields about blended prompts while they are empty, as in most engines."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value or name not in _BLEND_FIELDS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]  # sets the other fields to their defaults
+
+
+_BLEND_FIELDS = {"blend", "blends_placed", "blended", "can_blend"}
+
+
 @dataclass
-class StepMeta:
+class StepMeta(_Message):
     """Message from the scheduler side to every worker side, once per engine step."""
 
     loads: list[LoadJob] = field(default_factory=list)
@@ -155,6 +169,8 @@ class StepMeta:
     left_behind: set[int] = field(default_factory=set)
     """Like ``reclaimed``, for blocks that windows and states left behind. Every long prompt leaves blocks
     behind, so the workers wait longer for these jobs."""
+    blend: BlendStep | None = None
+    """Work for blended prompts; None: there is none."""
 
     def anon_repr(self) -> str:
         """Describe the message without row keys, because keys of encrypted rows depend on them.
@@ -166,7 +182,7 @@ class StepMeta:
 
 
 @dataclass(frozen=True)
-class EngineIdentity:
+class EngineIdentity(_Message):
     """Identity and layout of an engine's KV. Workers determine it, and send it to the scheduler side."""
 
     hello: ClientHello
@@ -177,6 +193,8 @@ class EngineIdentity:
     """Number of ranks that hold the same KV as this rank, including this rank."""
     is_replica: bool = False
     """True if another rank stores the same KV."""
+    can_blend: bool = False
+    """True if all ranks can blend prompts."""
 
     @property
     def grid(self) -> Grid:
@@ -199,7 +217,7 @@ class EngineIdentity:
 
 
 @dataclass
-class WorkerReport:
+class WorkerReport(_Message):
     """Message from the worker sides to the scheduler side, at the end of steps with something to report."""
 
     stores_ended: Counter[int] = field(default_factory=Counter)
@@ -210,6 +228,10 @@ class WorkerReport:
     """Number of the timed step that ended; 0: none."""
     identity: EngineIdentity | None = None
     """Identity of the engine, in a worker's first report."""
+    blends_placed: Counter[str] = field(default_factory=Counter)
+    """Request id -> number of ranks that have placed the stored KV of a prompt to blend."""
+    blended: dict[str, Blended] = field(default_factory=dict)
+    """Results of the prompts whose slices have ended, by request id."""
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Merge the reports of two ranks. The engine calls this."""
@@ -220,7 +242,9 @@ class WorkerReport:
             self.failed_loads | other.failed_loads,
             max(self.timed_step, other.timed_step),
             self.identity.joined(other.identity) if self.identity is not None else other.identity,
+            self.blends_placed + other.blends_placed,
+            self.blended | other.blended,
         )
 
     def __bool__(self) -> bool:
-        return bool(self.stores_ended or self.failed_loads or self.timed_step or self.identity)
+        return any(vars(self).values())

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from lmcache_client.core.calls import PAUSE_SECONDS, Calls
-from lmcache_client.core.hits import Hit, RowFinder, find_hit, no_hit
+from lmcache_client.core.hits import NOWHERE, Hit, RowFinder, find_chains, find_hit, no_hit, words_of
 from lmcache_client.core.jobs import EngineIdentity, StepMeta
 from lmcache_client.core.requests import RequestState, Ticket
 from lmcache_client.core.times import RequestClock
@@ -28,7 +28,7 @@ from lmcache_client.rpc.service import MAX_FIRST_BLOCKS, MAX_TIMES, NAME_BYTES, 
 from lmcache_client.rpc.session import SidecarSession
 from lmcache_store.common.timing import TIMING
 from lmcache_store.common.units import ceil_div
-from lmcache_store.tiers.memory.contracts import LookupResult
+from lmcache_store.tiers.memory.contracts import Found, LookupResult
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,8 @@ class LookupThread:
         self._answered_at = -math.inf  # time of the sidecar's last answer to any call
         self._latest: deque[float] = deque(maxlen=100)  # latest answer times, in seconds
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._unleased: dict[Ticket, tuple[int, Scheduled]] = {}  # loads without a lease, with their chunks
+        # Loads without a lease, with their chunks; those that are not counted have no report.
+        self._unleased: dict[Ticket, tuple[int, Scheduled | None]] = {}
         self._has_unreleased = False  # True while releases have not been answered
         self._times: deque[RequestClock] = deque(maxlen=_MAX_UNSENT_TIMES)  # ended, not sent yet
         self._times_sent_at = -math.inf
@@ -135,6 +136,15 @@ class LookupThread:
             return no_hit(self._grid)
         return find_hit(session.index, self._grid, ticket.words, at_least)
 
+    def find_rows(self, tickets: Sequence[Ticket | None]) -> list[Found]:
+        """Find the leading rows of each ticket, for engines with one group of full attention; None has none.
+
+        This takes 1 ms for 256 tickets, and 256 calls of ``find`` take 7 ms.
+        """
+        known = [ticket.words if ticket and self._has_keys(ticket) else () for ticket in tickets]
+        chains = [words[0] if words else words_of(b"") for words in known]
+        return find_chains(index, chains) if (index := self.index) is not None else [NOWHERE] * len(chains)
+
     def ask(self, ticket: Ticket) -> None:
         """Send a hint: ask which chunks are being promoted, and let the sidecar promote more; no lease."""
         ticket.asked_at = self._clock()
@@ -163,6 +173,7 @@ class LookupThread:
             first_blocks=first_blocks,
             block_tokens=self._grid.hash_tokens,
             reports_times=state.clock is not None,
+            num_blended_tokens=state.num_blended_tokens,
         )
         if state.clock is not None:
             state.clock.is_reported = True
@@ -170,6 +181,10 @@ class LookupThread:
             self._unleased[ticket] = num_loaded, scheduled
         else:
             self._queue.put(partial(self._report_scheduled, ticket, 0, scheduled))
+
+    def note_loading(self, ticket: Ticket, num_chunks: int) -> None:
+        """Record that ``num_chunks`` leading chunks of a ticket that is not counted are being loaded."""
+        self._unleased[ticket] = num_chunks, None
 
     def lease_loads(self) -> None:
         """Take leases for the chunks of all running loads that have none."""
@@ -269,8 +284,13 @@ class LookupThread:
             ticket.make_keys(self._groups)
         return ticket.keys is not None
 
-    def _report_scheduled(self, ticket: Ticket, num_leased: int, scheduled: Scheduled) -> None:
+    def _report_scheduled(self, ticket: Ticket, num_leased: int, scheduled: Scheduled | None) -> None:
         """Take the lease, and report the counts: in the same call if it covers all chunks."""
+        if scheduled is None:
+            if num_leased:
+                ticket.may_be_leased = True
+                self._call(lambda session: self._lookup(session, ticket, num_leased))
+            return
         if any(clock.request_id == ticket.request_id for clock in self._times):
             self._send_times()  # the request starts again: the sidecar would take them for this start's times
         num_chunks = len(ticket.keys[0]) if ticket.keys and ticket.is_read else 0
@@ -304,7 +324,7 @@ class LookupThread:
             scheduled=scheduled,
             num_handed_over=ticket.num_handed_over,
             private_reason=self.private_reason,
-            is_relayed=self.is_relaying,
+            is_relayed=self.is_relaying or not ticket.is_counted,
             timeout=self._call_seconds,
         )
 

@@ -58,6 +58,8 @@ class Ticket:
     """Hashes of the engine's blocks in the first chunk, without the last block."""
     num_handed_over: int = 0
     """Leading chunks that another engine has computed a moment ago, and may still be storing."""
+    is_counted: bool = True
+    """False for lookups of a document within a prompt: the sidecar counts the prompt."""
     asked_at: float = 0.0
     """Time of the last hint. Only the scheduler's thread uses it."""
     extra_keys: ExtraKeys | None = None
@@ -120,6 +122,7 @@ class RequestState:
         self.is_loading = False
         self.num_stores = 0  # StoreJobs that not all ranks have ended
         self.has_drafts = False  # True: the number of computed tokens may only be known later
+        self.is_exact = True  # False: its blocks may hold blended KV, which is never stored
         self.clock: RequestClock | None = None  # None: the last prompt token is computed, or about to be
         self.restart(ticket)
 
@@ -131,6 +134,7 @@ class RequestState:
         self.num_found = 0  # leading chunks in memory at the last lookup
         self.num_held = 0  # leading chunks in the engine itself at that time
         self.num_engine_tokens = 0  # leading tokens in the engine itself at that time
+        self.num_blended_tokens = 0  # tokens of documents to be placed at another position
         self.forget_progress()
 
     def forget_progress(self) -> None:
@@ -155,7 +159,8 @@ class Computing:
 
     def begin(self, state: RequestState) -> None:
         """Record that the request computes its chunks that are not stored."""
-        self._states |= dict.fromkeys(_chunks(state)[state.num_stored_chunks :], state)
+        if state.is_exact:
+            self._states |= dict.fromkeys(_chunks(state)[state.num_stored_chunks :], state)
 
     def end(self, state: RequestState, chunks: slice = slice(None)) -> None:
         """Record that the request no longer computes these chunks, or that they are stored."""

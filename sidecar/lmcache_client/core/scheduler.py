@@ -16,8 +16,7 @@ The hooks of an engine's connector call these methods for each request, in this 
 In a step without tokens it may sleep ``wait_decisions.IDLE_WAIT_SECONDS`` for an answer of this thread.
 Otherwise an engine that runs in its caller's process would spin, and take the GIL from the thread.
 
-**A request may wait** as long as more rows arrive sooner than the engine would compute them.
-``wait_decisions`` decides this.
+**A request may wait** while rows arrive sooner than the engine would compute them (``wait_decisions``).
 
 **Without a lookup thread** (no worker has identified itself, the model is unsupported, or this side is
 offline, after an exception or at shutdown) the scheduler side knows no requests. Every method then returns
@@ -200,8 +199,8 @@ class SchedulerSide:
         num_hit, state.num_found = (hit.num_chunks, hit.num_leading) if hit is not None else (0, 0)
         if num_hit < num_chunks and waits.must_wait(state, lookups, num_hit, num_engine, grid.chunk_tokens):
             return None
-        if hit is None:
-            return 0
+        if hit is None:  # the lookup thread may have found the keys since
+            return None if state.ticket.keys else 0
         num_tokens = grid.loadable_tokens(num_computed_tokens, request.num_tokens, num_hit)
         if not num_tokens and not grid.is_full:
             return self._decline(state, lookups)
@@ -225,14 +224,17 @@ class SchedulerSide:
         if state is None or self._lookups is None or offer is None or num_tokens > offer.num_tokens:
             self._next.loads.append(LoadJob.failing(request_id, self._grid, tables))
             return
-        job = LoadJob.from_offer(request_id, self._grid, offer, num_tokens, tables)
+        state.is_loading, num_loaded = True, self._begin_load(state, offer, num_tokens, tables)
+        self._lookups.note_scheduled(state, num_loaded)
+        self._times.begin_load(state, offer.start, num_loaded)
+
+    def _begin_load(self, state: RequestState, offer: Offer, num_tokens: int, tables: BlockTables) -> int:
+        job = LoadJob.from_offer(state.ticket.request_id, self._grid, offer, num_tokens, tables)
         self._next.loads.append(job)
         self._tracer.begin_load(job, num_tokens)
         if self._events is not None and state.ticket.keys:
             self._events.note_found(state.request, state.ticket.keys[0][: len(offer.found[0].rows)])
-        self._lookups.note_scheduled(state, num_tokens)
-        state.is_loading = True
-        self._times.begin_load(state, offer.start, num_tokens)
+        return num_tokens  # to count as loaded, and to protect by the request's lease
 
     def note_preempted(self, request_id: str) -> None:
         """Record that the engine preempts the request and reuses its blocks in this step."""
@@ -272,8 +274,7 @@ class SchedulerSide:
         if state.clock is not None:  # a step of the prompt
             state.progressed_at = self._clock()
             self._times.note_scheduled(state, state.clock, num_computed_tokens, num_new_tokens)
-        if num_drafts:
-            state.has_drafts = True
+        state.has_drafts |= num_drafts > 0
         # Most steps of most requests complete no chunk.
         if num_computed_tokens >= (state.num_stored_chunks + 1) * self._grid.chunk_tokens:
             self._store(state, get_tables, num_computed_tokens, snapshots=snapshots)
@@ -287,7 +288,7 @@ class SchedulerSide:
         meta = self._next
         if self._lookups is not None and (num_tokens or not meta.loads):
             self._lookups.lease_loads()
-        if meta.loads or meta.stores or meta.reclaimed or meta.left_behind or meta.held or step:
+        if meta.loads or meta.stores or meta.reclaimed or meta.left_behind or meta.held or meta.blend or step:
             meta.is_idle, meta.timed_step = not num_tokens, step
         else:
             meta = _NOTHING if num_tokens else _NOTHING_IDLE
@@ -376,8 +377,7 @@ class SchedulerSide:
 
     def _decline(self, state: RequestState, lookups: LookupThread) -> int:
         """Load nothing. Note which chunks are already stored, so that they are not stored again."""
-        hit = lookups.find(state.ticket)
-        state.num_stored_chunks = hit.num_chunks if hit is not None else 0
+        state.num_stored_chunks = hit.num_chunks if (hit := lookups.find(state.ticket)) else 0
         return 0
 
     def _release(self, state: RequestState) -> None:

@@ -178,8 +178,10 @@ class SpanTracer(Tracer):
         traced = self._traces.get(job.request_id)
         if traced is not None:
             traced.loading_since = self._clock()
-            num_chunks = max(len(group.found.rows) if group.found else 0 for group in job.groups)
-            traced.load = {"lmcache.loaded_tokens": num_tokens, "lmcache.chunks": num_chunks}
+            num_chunks = [len(group.found.rows) if group.found else 0 for group in job.groups]
+            traced.load = {"lmcache.loaded_tokens": num_tokens}
+            if num_chunks:  # not a blended prompt, whose chunks lie in several documents
+                traced.load["lmcache.chunks"] = max(num_chunks)
 
     @_never_raises
     def end_load(self, request_id: str) -> None:

@@ -67,7 +67,7 @@ class Stores:
         """
         grid, hashes = self._grid, state.request.block_hashes
         first, end = state.num_stored_chunks, grid.num_full_chunks(len(hashes), num_computed_tokens)
-        if end <= first or state.ticket.extra_keys is None:
+        if end <= first or state.ticket.extra_keys is None or not state.is_exact:
             return []
         tables = get_tables()
         if tables is None or any(
@@ -93,6 +93,23 @@ class Stores:
         # The job with transient blocks comes first, because the engine reuses its blocks first.
         jobs = [self._begin(state, transient, slice(0) if stable else slice(first, end))] if transient else []
         return [*jobs, self._begin(state, stable, slice(first, end))] if stable else jobs
+
+    def plan_tail(self, state: RequestState, table: Sequence[int], num_tokens: int) -> list[StoreJob]:
+        """Create a StoreJob for the full blocks after the last chunk within ``num_tokens``, if there are any.
+
+        Only for engines with one group of full attention. The key is made of the last block's hash, so that
+        no lookup of whole chunks finds the row.
+        """
+        (group,), hash_tokens = self._grid.stored, self._grid.hash_tokens
+        hashes = state.request.block_hashes[: num_tokens // hash_tokens]
+        num_chunks = self._grid.num_full_chunks(len(hashes), num_tokens)
+        first, end = num_chunks * self._grid.blocks_per_chunk(group), len(hashes)
+        if first == end or len(table) < end or state.ticket.extra_keys is None or not state.is_exact:
+            return []
+        # A row has as many blocks as a chunk. Nobody reads the last ones.
+        blocks = (*table[first:end], *[table[end - 1]] * (first + self._grid.blocks_per_row(group) - end))
+        (key,) = state.ticket.row_keys(group.group, [bytes(hashes[-1])], num_chunks)
+        return [self._begin(state, [GroupStore(group.group, num_chunks, key, blocks)], slice(0))]
 
     def reclaim(self, state: RequestState) -> set[int]:
         """Return the ids of the request's jobs, none of which must be committed from now on.

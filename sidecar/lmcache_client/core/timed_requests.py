@@ -55,6 +55,11 @@ class TimedRequests:
         if state.clock is not None:
             state.clock.begin_load(self._clock(), start + num_tokens, num_tokens)
 
+    def end_blend(self, state: RequestState, num_blended: int, num_recomputed: int) -> None:
+        """Record how many tokens of documents the engine uses as they are, and how many it recomputed."""
+        if state.clock is not None:
+            state.clock.num_blended_tokens, state.clock.num_recomputed_tokens = num_blended, num_recomputed
+
     def end_load(self, state: RequestState) -> None:
         """Record that the request's load ended on all ranks."""
         if state.clock is not None:

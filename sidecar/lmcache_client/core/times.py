@@ -39,6 +39,8 @@ class RequestClock:
     """Tokens before the end of the load; 0: there was no load."""
     num_failed_tokens: int = 0
     """Tokens of the load that the engine computes, because the load failed."""
+    num_blended_tokens: int = 0
+    num_recomputed_tokens: int = 0
     is_reported: bool = False
     """True if the engine reported how the request gets its tokens. The sidecar then expects the times."""
 
@@ -66,6 +68,7 @@ class RequestClock:
     def note_failed(self) -> None:
         """Record that the load failed. Until ``note_first_step``, all of its tokens count as failed."""
         self.num_failed_tokens = self.num_loaded_tokens
+        self.num_blended_tokens = self.num_recomputed_tokens = 0
 
     def note_first_step(self, num_computed_tokens: int) -> None:
         """Record how many leading tokens the engine had when it first scheduled the request after the load.
@@ -86,6 +89,8 @@ class RequestClock:
             _between(self.load_began_at, self.load_ended_at),
             _between(self.arrived_at, self.first_token_at),
             self.num_failed_tokens,
+            self.num_blended_tokens,
+            self.num_recomputed_tokens,
         )
 
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import abc
 import collections
 import itertools
 import logging
@@ -29,15 +30,33 @@ _SLOTS_PER_CALL = 16
 large calls, more copies are lost when the engine reuses blocks, and other clients wait longer."""
 
 
-class LoadTransfer:
+class EngineTransfer(abc.ABC):
+    """A job that copies on another thread than the engine's."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.ended = threading.Event()
+        self.seconds = 0.0
+        """Time that ``run`` took."""
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Counts and seconds of this job, by the names of ``vllm.stats.FIGURES``."""
+        return {}
+
+    @abc.abstractmethod
+    def run(self, session: SidecarSession, copier: EngineCopier) -> None:
+        """Copy. Raises SidecarError."""
+
+
+class LoadTransfer(EngineTransfer):
     """A running LoadJob."""
 
     def __init__(self, job: LoadJob, fence: Fence, names: PartNames | None = None) -> None:
         """``names``: those of the rank's part, if the scheduler is in another one."""
+        super().__init__(job.request_id)
         self.job = job
         self._names = names
-        self.ended = threading.Event()
-        self.seconds = 0.0
         self._fence = fence
         self._pieces: list[Piece] = []
         self._good: list[bool] = []  # for each piece: its bytes are proven right
@@ -50,7 +69,7 @@ class LoadTransfer:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Counts and seconds of this load, by the names of ``vllm.stats.FIGURES``."""
+        """See ``EngineTransfer``."""
         num_blocks, num_bad = len(self.job.blocks), len(self.bad_blocks)
         figures = {"loads": 1, "failed_loads": num_bad > 0, "loaded_blocks": num_blocks - num_bad}
         return figures | {"load_seconds": self.seconds}
@@ -100,14 +119,13 @@ class LoadTransfer:
             self._good[number] = session.holds(self._pieces[number].slot)
 
 
-class StoreTransfer:
+class StoreTransfer(EngineTransfer):
     """A running StoreJob. The engine's thread may call ``cancel`` at any time."""
 
     def __init__(self, job: StoreJob) -> None:
+        super().__init__(job.request_id)
         self.job = job
         self.fence: Fence = None  # set before ``run``
-        self.ended = threading.Event()
-        self.seconds = 0.0
         self._lock = threading.Lock()  # protects the fields below
         self._is_cancelled = False
         self._copied: list[Slot] = []
@@ -117,7 +135,7 @@ class StoreTransfer:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Counts and seconds of this store, by the names of ``vllm.stats.FIGURES``."""
+        """See ``EngineTransfer``."""
         num_rows = len(self._copied)
         num_lost = self._num_rows - num_rows if self._is_cancelled else 0
         return {"stores": 1, "stored_rows": num_rows, "lost_rows": num_lost, "store_seconds": self.seconds}

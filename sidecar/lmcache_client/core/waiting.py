@@ -141,6 +141,8 @@ class PrefillRate:
         """``fixed_tokens_per_second``: the rate that the user has set; 0.0: measure it."""
         self.tokens_per_second = fixed_tokens_per_second
         """Tokens per second; 0: not known yet."""
+        self.is_shared = False
+        """True if the next step also does work that is not counted in its tokens, so it shows no rate."""
         self._is_fixed = fixed_tokens_per_second > 0
         self._steps: dict[int, tuple[int, float]] = {}  # step -> (tokens, time it was scheduled)
         self._num_steps = 0
@@ -151,8 +153,9 @@ class PrefillRate:
 
         ``is_watched``: the caller needs the end of the step, even if it says nothing about the rate.
         """
-        is_measured = not self._is_fixed and num_tokens >= self.MIN_STEP_TOKENS
-        if not (is_measured or is_watched):
+        is_shared, self.is_shared = self.is_shared, False
+        is_measured = not (self._is_fixed or is_shared) and num_tokens >= self.MIN_STEP_TOKENS
+        if not (is_measured or is_watched or is_shared):  # a step that shares its time delays the next one
             return 0
         self._num_steps += 1
         self._steps[self._num_steps] = (num_tokens if is_measured else 0, now)

@@ -39,7 +39,7 @@ from lmcache_client.core.copier import EngineCopier, Fence, use_all_cores
 from lmcache_client.core.jobs import EngineIdentity, StepMeta, WorkerReport
 from lmcache_client.core.part_speaker import PartSpeaker
 from lmcache_client.core.parts import PartedIdentity, PartedReport, PartedStep, PartNames
-from lmcache_client.core.transfers import LoadTransfer, StoreTransfer
+from lmcache_client.core.transfers import EngineTransfer, LoadTransfer, StoreTransfer
 from lmcache_client.off_notice import NOT_CACHED, OffNotice
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.errors import SidecarError
@@ -94,8 +94,8 @@ class WorkerSide:
         self._loader = futures.ThreadPoolExecutor(1, "lmcache-load", use_all_cores)
         self._storer = futures.ThreadPoolExecutor(1, "lmcache-store", use_all_cores)
         self._urgent_storer = futures.ThreadPoolExecutor(1, "lmcache-urgent", use_all_cores)
-        self._ended: queue.SimpleQueue[LoadTransfer | StoreTransfer] = queue.SimpleQueue()
-        self._loading: set[str] = set()
+        self._ended: queue.SimpleQueue[EngineTransfer] = queue.SimpleQueue()
+        self._loading: set[str] = set()  # requests that wait for a transfer of the loader
         self._stores: dict[int, StoreTransfer] = {}  # job id -> store that has not ended
         self._step = StepMeta()  # the last step whose stores were announced
         self._waiting: list[StoreTransfer] = []  # stores of that step that have not begun
@@ -169,9 +169,10 @@ class WorkerSide:
         if step.held:
             self._held |= dict.fromkeys(step.held, self._clock())
         loaded: set[str] = set()
+        num_loading = len(self._loading)
         while not self._ended.empty():
             self._note_ended(self._ended.get(), loaded)
-        if step.is_idle and self._loading and not loaded and self._can_wait:
+        if step.is_idle and not loaded and len(self._loading) == num_loading and self._may_wait():
             self._wait_for_a_load(loaded)
         return (self._release_held() if self._held else set()), loaded
 
@@ -282,9 +283,13 @@ class WorkerSide:
             storer = self._urgent_storer if transfer.job.is_transient else self._storer
             storer.submit(self._run, transfer, client)
 
+    def _may_wait(self) -> bool:
+        """Return True if an idle engine may wait for a load."""
+        return self._can_wait and bool(self._loading)
+
     def _wait_for_a_load(self, loaded: set[str]) -> None:
-        deadline = time.monotonic() + LOAD_WAIT_SECONDS
-        while not loaded:
+        deadline, num_loading = time.monotonic() + LOAD_WAIT_SECONDS, len(self._loading)
+        while len(self._loading) == num_loading:
             try:
                 ended = self._ended.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
@@ -294,7 +299,7 @@ class WorkerSide:
     def _fence(self) -> Fence:
         return self._copier.fence() if self._client is not None and self._copier is not None else None
 
-    def _run(self, transfer: LoadTransfer | StoreTransfer, client: SidecarClient | None) -> None:
+    def _run(self, transfer: EngineTransfer, client: SidecarClient | None) -> None:
         """Copy, unless this rank had no ``client`` when the copy began: it would lack fence and names."""
         copier, began = self._copier, time.perf_counter()
         try:
@@ -302,16 +307,15 @@ class WorkerSide:
             if session is not None and copier is not None:
                 transfer.run(session, copier)
         except SidecarError as error:  # an unanswered call ends the session, so later stores don't wait
-            logger.debug("A copy for request %s failed: %s", transfer.job.request_id, error)
+            logger.debug("A copy for request %s failed: %s", transfer.request_id, error)
         except Exception:
-            logger.exception("A copy for request %s failed; later copies go on", transfer.job.request_id)
+            logger.exception("A copy for request %s failed; later copies go on", transfer.request_id)
         finally:
             transfer.seconds = time.perf_counter() - began
             transfer.ended.set()
             self._ended.put(transfer)
 
-    def _note_ended(self, transfer: LoadTransfer | StoreTransfer, loaded: set[str]) -> None:
-        request_id = transfer.job.request_id
+    def _note_ended(self, transfer: EngineTransfer, loaded: set[str]) -> None:
         self._figures.update(transfer.figures)
         if isinstance(transfer, StoreTransfer):
             self._report.stores_ended[transfer.job.job_id] += 1
@@ -319,14 +323,16 @@ class WorkerSide:
                 self._report.incomplete.add(transfer.job.job_id)
             del self._stores[transfer.job.job_id]
             return
-        self._loading.discard(request_id)
-        loaded.add(request_id)
+        self._loading.discard(transfer.request_id)
+        if not isinstance(transfer, LoadTransfer):
+            return
+        loaded.add(transfer.request_id)
         if bad_blocks := transfer.bad_blocks:
-            self._report.failed_loads.add(request_id)
+            self._report.failed_loads.add(transfer.request_id)
             if transfer.job.fails_by_block:
                 self._bad_blocks.update(bad_blocks)
             else:
-                self._failed_requests.add(request_id)
+                self._failed_requests.add(transfer.request_id)
 
     def _release_held(self) -> set[str]:
         expired_since = self._clock() - TIMING.hold_seconds

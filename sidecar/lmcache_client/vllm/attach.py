@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from lmcache_client.blend import selection
 from lmcache_client.core import files
-from lmcache_client.core.copier import EngineCopier
+from lmcache_client.core.copier import STAGING_GROUP, EngineCopier
 from lmcache_client.core.cuda_copier import make_copier
 from lmcache_client.core.jobs import EngineIdentity
 from lmcache_client.core.layout import KVCaches, Layout, num_bytes, page_views, tensors_of
@@ -51,6 +52,16 @@ class VLLMSettings:
     kv_cache_layout: str | None = options.setting(None, options.one_of("LBHNC", "LBNHC", "BLHNC", "BLNHC"))
     """Order of layers, blocks, heads, tokens and content in device memory to require from the engine. If
     blocks come first, a block is one piece. None: the engine's default."""
+    blend: str = options.setting("off", options.one_of("off", "request"))
+    """Prompts that are blended: none, or those of requests that ask for it."""
+    blend_selection: str = options.setting("attended", options.one_of(*selection.NAMES))
+    """How the tokens to recompute are selected, unless the request says it."""
+    blend_ratio: float = options.setting(0.15, options.number(float, 0, 1, "a number from 0 to 1"))
+    """Share of the reused tokens that is recomputed, unless the request says it."""
+    blend_min_tokens: int = options.setting(256, options.number(int, 1, math.inf, "a positive number"))
+    """Least number of reused tokens for which a prompt is blended."""
+    blend_separator: str = options.setting("", str)
+    """Text between the documents of a prompt; empty: requests must name the places of their documents."""
 
     @classmethod
     def read(cls, extra_config: Mapping[str, Any]) -> VLLMSettings:
@@ -59,9 +70,11 @@ class VLLMSettings:
 
 
 def attach_worker(
-    vllm_config: Any, kv_cache_config: Any, kv_caches: KVCaches
+    vllm_config: Any, kv_cache_config: Any, kv_caches: KVCaches, staging: Layout | None = None
 ) -> tuple[SidecarClient, EngineCopier, EngineIdentity]:
     """Identify this rank and its KV, and start its client. May read all weights to hash them.
+
+    ``staging``: blocks to which rows of documents are loaded; None: the engine can't blend prompts.
 
     Raises UnsupportedError or ValueError if the engine can't be cached.
     """
@@ -71,13 +84,13 @@ def attach_worker(
     settings = VLLMSettings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
     check_supported(vllm_config, kv_cache_config, get_node_count())
     specs = read_groups(kv_cache_config, can_fail_requests=hasattr(base, "KVConnectorTransferResults"))
-    step_tokens = math.lcm(*(spec.block_tokens for spec in specs))
-    hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or step_tokens
-    chunk_tokens = whole_chunk_tokens(settings.chunk_tokens, math.lcm(step_tokens, hash_tokens))
+    step_tokens, hash_tokens = grid_tokens(kv_cache_config)
+    chunk_tokens = whole_chunk_tokens(settings.chunk_tokens, step_tokens)
     groups, layouts = _lay_out(specs, chunk_tokens, kv_caches, kv_cache_config.num_blocks)
     check_stages(vllm_config, layouts.values())
     contents = [_list_group(vllm_config, spec, kv_caches, kv_cache_config.num_blocks) for spec in specs]
-    copier = make_copier(layouts, settings.copy_threads)
+    staged = {} if staging is None else {STAGING_GROUP: staging}
+    copier = make_copier(layouts | staged, settings.copy_threads)
     parallel = vllm_config.parallel_config
     replicas = num_replicas(parallel.tensor_parallel_size, kv_cache_config)
     shards = parallel.tensor_parallel_size // replicas
@@ -98,15 +111,22 @@ def attach_worker(
     )
     nodes = _numa_nodes(hello.transfer.gpu_uuid, place)
     hello = replace(hello, numa_nodes=nodes, computes_on_cpu=not hello.transfer.gpu_uuid)
-    identity = EngineIdentity(hello, hash_tokens, replicas, place.is_replica)
+    identity = EngineIdentity(hello, hash_tokens, replicas, place.is_replica, staging is not None)
     if place.num_parts > 1:
         hello = PartedHello(**vars(hello), num_parts=place.num_parts)
         parts = place.part, place.num_parts, place.num_parts * place.num_ranks
         is_speaker, num_batches = place.part > 0 and not place.rank, vllm_config.max_concurrent_batches
         identity = PartedIdentity(
-            hello, hash_tokens, replicas, place.is_replica, *parts, is_speaker, num_batches
+            hello, hash_tokens, replicas, place.is_replica, False, *parts, is_speaker, num_batches
         )
     return start_client(settings.socket, hello, copier), copier, identity
+
+
+def grid_tokens(kv_cache_config: Any) -> tuple[int, int]:
+    """Return (tokens of which each chunk is a multiple, tokens of one of the engine's block hashes)."""
+    step_tokens = math.lcm(*(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups))
+    hash_tokens: int = getattr(kv_cache_config, "hash_block_size", None) or step_tokens
+    return math.lcm(step_tokens, hash_tokens), hash_tokens
 
 
 _ENLARGED = (

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from lmcache_client.core.jobs import EngineIdentity, StepMeta, WorkerReport
     from lmcache_client.core.worker import WorkerSide
+    from lmcache_client.vllm.blend.worker import Executor
     from lmcache_client.vllm.scheduler import VLLMScheduler
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: VLLMScheduler | None = None
         self._worker: WorkerSide | None = None
+        self._blender: Executor | None = None
         self._off = OffNotice()
         try:
             _share_handlers()
@@ -104,8 +106,9 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
     # ---- worker ----
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Start caching the engine's KV tensors."""
+        """Start caching the engine's KV tensors. If prompts are blended, test that first."""
         _call(self._worker, "register_kv_caches", None, kv_caches)
+        self._blender = getattr(self._worker, "blender", None)
 
     def get_handshake_metadata(self) -> EngineIdentity | None:
         """Return the engine's identity for the scheduler side, before the first request.
@@ -122,11 +125,13 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         _call(self._worker, "handle_preemptions", None, kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin the step's loads."""
+        """Begin the step's loads, and compute the step's slices of prompts to blend."""
         _call(self._worker, "start_loads", None, self._connector_metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: loads are asynchronous, so no layer waits."""
+        """End a pass of ``Blender`` that needs no more layers. Loads are asynchronous: no layer waits."""
+        if self._blender is not None:
+            self._blender.wait_for_layer_load(layer_name)  # what it raises is for the pass, not for ``_call``
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: whole chunks are stored after the step."""
@@ -304,7 +309,19 @@ def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
         zmq.Context.instance().setsockopt(zmq.IPV6, 1)
     observability = getattr(vllm_config, "observability_config", None)
     num_drafts = vllm_config.num_speculative_tokens
-    scheduler = VLLMScheduler(
+    make: Callable[..., VLLMScheduler] = VLLMScheduler
+    if settings.blend != "off":
+        from lmcache_client.vllm.blend.scheduler import BlendingScheduler
+        from lmcache_client.vllm.blend.separator import Separator
+
+        make = partial(
+            BlendingScheduler,
+            blend=settings,
+            separator=Separator.load(settings.blend_separator, vllm_config.model_config),
+            hash_algorithm=vllm_config.cache_config.prefix_caching_hash_algo,
+            step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        )
+    scheduler = make(
         connect,
         ExtraKeyFinder(lora_config=getattr(vllm_config, "lora_config", None)),
         settings.answer_seconds,
@@ -333,7 +350,12 @@ def _wanted_layout(vllm_config: Any) -> str | None:
 
 def _make_worker(vllm_config: Any, kv_cache_config: Any) -> WorkerSide:
     from lmcache_client.core.worker import WorkerSide
-    from lmcache_client.vllm.attach import attach_worker, can_wait
+    from lmcache_client.vllm.attach import VLLMSettings, attach_worker, can_wait
 
+    settings = VLLMSettings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    if settings.blend != "off":
+        from lmcache_client.vllm.blend.worker import make_worker
+
+        return make_worker(vllm_config, kv_cache_config, settings.chunk_tokens)
     attach = partial(attach_worker, vllm_config, kv_cache_config)
     return WorkerSide(attach, can_wait=can_wait(vllm_config))

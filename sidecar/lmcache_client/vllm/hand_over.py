@@ -9,6 +9,8 @@ The prefill engine answers as soon as it has computed the prompt, while it still
 decode engine would take them for misses and compute them. With the hand-over, it waits for them: 0.2 s for
 the next row, and no longer than computing them would take (``waiting.RowWait.is_overdue``).
 
+Answers whose prompt was blended say so in the same object (``blend.scheduler``).
+
 A client can write anything into these fields. A wrong hand-over costs its own request a short wait, and lower
 tiers a few more questions.
 """

@@ -19,9 +19,21 @@ FIGURES = {
 }
 """Names of the figures, and their descriptions in Prometheus."""
 
+BLEND_FIGURES = {
+    "blends": "Prompts that were blended, each counted on one rank.",
+    "failed_blends": "Prompts whose computation failed while they were blended, over all ranks.",
+    "blend_reused_tokens": "Tokens of blended prompts with stored KV that was used as it is.",
+    "blend_recomputed_tokens": "Tokens of blended prompts with stored KV that were computed again.",
+    "blend_missing_tokens": "Tokens of blended prompts without stored KV, such as those of questions.",
+    "blend_place_seconds": "Seconds of placing stored KV, without the time in the queue, over all ranks.",
+    "blend_compute_seconds": "Seconds in which the engine's thread ran blends, over all ranks; on GPUs, until"
+    " all work was queued.",
+}
+"""The same for blended prompts."""
+
 
 class LMCacheStats(KVConnectorStats):  # type: ignore[misc]  # vllm is untyped
-    """Figures since the last step; the keys of ``data`` are those of FIGURES."""
+    """Figures since the last step; the keys of ``data`` are those of FIGURES and BLEND_FIGURES."""
 
     def reset(self) -> None:
         """Set all figures to zero."""
@@ -34,8 +46,9 @@ class LMCacheStats(KVConnectorStats):  # type: ignore[misc]  # vllm is untyped
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the figures for a log line."""
-        return {f"lmcache_{name}": round(self.data.get(name, 0), 3) for name in FIGURES}
+        """Return the figures for a log line. Engines that blend nothing log nothing about it."""
+        shown = FIGURES | (BLEND_FIGURES if BLEND_FIGURES.keys() & self.data.keys() else {})
+        return {f"lmcache_{name}": round(self.data.get(name, 0), 3) for name in shown}
 
     def is_empty(self) -> bool:
         """Return True if nothing was copied."""
@@ -48,7 +61,8 @@ class LMCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, metric_types: Any, labels: list[str], values: Any) -> None:
         super().__init__(vllm_config, metric_types, labels, values)
         counter_type = metric_types[Counter]
-        made = {name: counter_type(f"vllm:lmcache_{name}", text, labels) for name, text in FIGURES.items()}
+        described = (FIGURES | BLEND_FIGURES).items()
+        made = {name: counter_type(f"vllm:lmcache_{name}", text, labels) for name, text in described}
         self._counters = {
             engine: {name: counter.labels(*label_values) for name, counter in made.items()}
             for engine, label_values in values.items()

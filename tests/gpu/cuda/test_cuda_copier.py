@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lmcache_client.core import cuda_copier
-from lmcache_client.core.copier import CpuCopier, RowLoad
+from lmcache_client.core.copier import STAGING_GROUP, CpuCopier, RowLoad
 from lmcache_client.core.cuda_copier import CudaCopier, make_copier
 from lmcache_client.core.layout import Layout
 from lmcache_client.cuda import ipc
@@ -337,6 +337,20 @@ def test_offer_lists_each_allocation_once_with_the_page_offsets(copier, context,
     assert addresses == [pages_.data_ptr() for pages_ in layout.pages]
     assert {(layer.allocation, layer.page_bytes) for layer in group.layers} == {(0, PAGE_BYTES)}
     assert [layer.block_stride for layer in group.layers] == [pages_.stride(0) for pages_ in layout.pages]
+
+
+def test_rows_reach_staging_blocks_that_are_not_offered(layout, memory, slots):
+    staging = Layout(
+        tuple(torch.zeros(LAYERS, BLOCKS, PAGE_BYTES, dtype=torch.uint8, device=memory.device)), 16
+    )
+    copier = make_copier({3: layout, STAGING_GROUP: staging})
+    assert [group.group for group in copier.offer().groups] == [3]
+    assert len(copier.offer().allocations) == 1
+    copier.store(3, slots[0], TABLE, copier.fence())
+    copier.load([RowLoad(STAGING_GROUP, slots[0], 0, range(32, 48))], copier.fence())
+    for pages_, staged in zip(layout.pages, staging.pages, strict=True):
+        assert torch.equal(staged[32:48], pages_[TABLE])
+    copier.close()
 
 
 def test_offer_gives_the_reason_if_memory_cannot_be_shared(copier, simulated):

@@ -76,11 +76,11 @@ def row_keys(group, *chunk_hashes):
 
 
 class Rig:
-    def __init__(self, identity=IDENTITY, introductions=None, **settings):
+    def __init__(self, identity=IDENTITY, introductions=None, make=VLLMScheduler, **settings):
         self.now = 0.0
         self.session = SessionDouble()
         self.extra_keys = {None: ()}
-        self.scheduler = VLLMScheduler(
+        self.scheduler = make(
             lambda _: self.session,
             SimpleNamespace(extra_keys_of=self._extra_keys_of),
             clock=lambda: self.now,

@@ -3,15 +3,18 @@
 import functools
 import itertools
 import math
+import pickle
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmcache_client.core.blend_jobs import Blended, BlendStep
 from lmcache_client.core.grid import Grid
-from lmcache_client.core.jobs import LoadJob, Offer, WorkerReport
+from lmcache_client.core.jobs import LoadJob, Offer, StepMeta, WorkerReport
 from lmcache_client.core.parts import PartAnswer, PartedReport
 from lmcache_client.core.waiting import PrefillRate
 from lmcache_store.kv_groups import GroupKind, KVGroup
@@ -124,12 +127,27 @@ def test_reports_of_several_parts_keep_their_fields_in_any_order():
     plain = WorkerReport(Counter({1: 1}), {"a"}, timed_step=3, identity=IDENTITY)
     first = PartedReport(Counter({1: 1}), incomplete={1}, answers={"a": {1: ANSWER}})
     second = PartedReport(incomplete={2}, answers={"a": {2: ANSWER}, "b": {2: ANSWER}})
-    expected = PartedReport(
-        Counter({1: 2}), {"a"}, 3, IDENTITY, {1, 2}, {"a": {1: ANSWER, 2: ANSWER}, "b": {2: ANSWER}}
-    )
+    answers = {"a": {1: ANSWER, 2: ANSWER}, "b": {2: ANSWER}}
+    expected = PartedReport(Counter({1: 2}), {"a"}, 3, IDENTITY, incomplete={1, 2}, answers=answers)
     for reports in itertools.permutations([plain, WorkerReport(), first, second]):
         assert functools.reduce(lambda merged, report: merged.aggregate(report), reports) == expected
     assert type(plain.aggregate(WorkerReport())) is WorkerReport
     assert not PartedReport()
     assert PartedReport(incomplete={1})
     assert PartedReport(answers={"a": {1: ANSWER}})
+
+
+def test_messages_arrive_as_they_were_sent_with_and_without_blended_prompts():
+    blended = Blended(300, 60, 20)
+    for message in (
+        StepMeta(is_idle=True),
+        StepMeta(blend=BlendStep([], ["r"], ["s"], 256)),
+        WorkerReport(Counter({1: 2}), {"r"}, 3),
+        WorkerReport(blends_placed=Counter({"r": 1}), blended={"r": blended}),
+        WorkerReport(identity=replace(IDENTITY, can_blend=True)),
+        IDENTITY,
+    ):
+        assert pickle.loads(pickle.dumps(message, 5)) == message
+    reports = WorkerReport(blends_placed=Counter({"r": 1})), WorkerReport(blended={"s": blended})
+    first, second = map(pickle.loads, map(pickle.dumps, reports))
+    assert first.aggregate(second) == WorkerReport(blends_placed=Counter({"r": 1}), blended={"s": blended})

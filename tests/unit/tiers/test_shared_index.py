@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from lmcache_client.core.hits import find_chains
 from lmcache_store.common.units import round_up
 from lmcache_store.tiers.errors import ArenaError
 from lmcache_store.tiers.memory.arena import ArenaFile
@@ -211,6 +212,18 @@ def test_finds_all_rows_of_a_full_arena(tier):
     reader = mapped_index(tier.arena)
     slots = [tier._rows.slot(tier._rows.row_by_key[k]) for k in keys]
     assert reader.find(words(*keys)).slots() == reader.find_few(keys) == slots
+
+
+@pytest.mark.parametrize("missing", [(), (0,), (2,), (3,), (5, 6), range(8)])
+def test_one_search_finds_the_leading_rows_of_each_chain(tier, missing):
+    keys = [key for number, key in enumerate(fill(tier, 8)) if number not in missing]
+    reader, absent = mapped_index(tier.arena), [row_key(100 + number) for number in range(8)]
+    all_keys = [absent[number] if number in missing else row_key(number) for number in range(8)]
+    chains = [words(*all_keys[part]) for part in (slice(0), slice(3), slice(3, 4), slice(4, 4), slice(4, 8))]
+    expected = [reader.find(chain).slots() for chain in chains]
+    assert [rows.slots() for rows in find_chains(reader, chains)] == expected
+    assert sum(map(len, expected)) <= len(keys)
+    assert find_chains(reader, []) == []
 
 
 def test_insert_into_full_buckets_replaces_a_single_entry(tier):
