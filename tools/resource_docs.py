@@ -114,6 +114,11 @@ _MANAGED = {
 _EXCLUSIVE = {
     "spec.engine.gpu.resourceName": "nvidia.com/gpu",
     "spec.engine.nodes": 2,
+    "spec.engine.blend.mode": "Request",
+    "spec.engine.blend.selection": "Deviation",
+    "spec.engine.blend.ratioPercent": 20,
+    "spec.engine.blend.minTokens": 1024,
+    "spec.engine.blend.separator": "<|separator|>",
     "spec.engine.topologyKey": "topology.kubernetes.io/rack",
     "spec.engine.prefill.gpu.resourceName": "nvidia.com/gpu",
     **{f"spec.tiers.remote.managed.{name}": value for name, value in _MANAGED.items()},

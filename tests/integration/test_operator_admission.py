@@ -64,6 +64,10 @@ def over(nodes: int, gpus: int = 1, tensor: int = 1, data: int | None = None, **
     return engine(nodes=nodes, gpu={"count": gpus}, parallelism=parallelism, **fields)
 
 
+def blending(**fields: Any) -> Object:
+    return engine(blend={"mode": "Request"}, **fields)
+
+
 def split(**prefill: Any) -> Object:
     return {"router": {}, "tiers": {"peers": {}}, "engine": {"prefill": prefill}}
 
@@ -113,6 +117,14 @@ REFUSED = [
     (engine(topologyKey="rack"), "topologyKey needs nodes > 1"),
     (engine(**SGLANG, parallelism={"expert": True}), "engine.parallelism.expert needs engine.kind vLLM"),
     (engine(gpu={"deviceClassName": "a", "resourceName": "b/c"}), "exclude each other"),
+    (blending(**SGLANG), "engine.blend needs engine.kind vLLM for now: leave it out"),
+    (blending(nodes=2, parallelism={"data": 2}), "engine.blend needs engines of one pod for now"),
+    (blending(gpu={"count": 2}, parallelism={"pipeline": 2}), "blend, or set parallelism.tensor"),
+    (blending(gpu={"count": 2}, parallelism={"data": 2, "expert": True}), "these ranks step together"),
+    (split() | blending(prefill={}), "engine.blend does not work with engine.prefill"),
+    (blending(args=["--enable_lora"]), "leave out blend, or --enable-lora in args"),
+    (engine(blend={"mode": False}), "spec.engine.blend.mode"),
+    (engine(blend={"ratioPercent": 0.15}), "spec.engine.blend.ratioPercent"),
     (engine(env=[{"name": "A", "value": 5}]), "spec.engine.env[0].value"),
     (engine(env=[{"value": "x"}]), "spec.engine.env[0].name"),
     (engine(resources={"limits": 5}), "spec.engine.resources.limits"),
@@ -232,6 +244,10 @@ STORED = [
     engine(args=["--page-size=32"], **SGLANG) | {"sidecar": {"transfer": "SharedMemory"}},
     engine(kind="vLLM") | {"sidecar": {"transfer": "CudaIPC", "chunkTokens": 512}},
     engine(resources={"limits": {"memory": "64Gi", "cpu": 8}}, sharedMemorySize="1.5G"),
+    blending(gpu={"count": 4}, parallelism={"tensor": 2, "data": 2}, args=["--no-enable-lora"]),
+    engine(blend={"selection": "First", "ratioPercent": 0, "minTokens": 1}, **SGLANG),
+    engine(blend={"mode": "Request", "separator": " ###\n"}),
+    over(2, blend={"mode": "Off"}),
     engine(nodeSelector={"a": "b"}, tolerations=[{"operator": "Exists"}]),
     engine(env=[{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]),
     engine(image="ghcr.io/a/b:c@sha256:" + "0" * 64),

@@ -29,6 +29,7 @@ class Received(NamedTuple):
     header: str | None
     salt: str | None
     key: str | None
+    params: Any = None
 
 
 class Recorder(JsonHandler):
@@ -43,7 +44,8 @@ class Recorder(JsonHandler):
     def do_POST(self) -> None:
         body = self.body()
         tenant, key = self.headers["X-LMCache-Tenant"], self.headers["Authorization"]
-        self.received.append(Received(self.path, tenant, body.get("cache_salt"), key))
+        params = body.get("kv_transfer_params")
+        self.received.append(Received(self.path, tenant, body.get("cache_salt"), key, params))
         choice = {"index": 0, "text": "x", "message": {"role": "assistant", "content": "x"}}
         self.answer({"id": "1", "object": "text_completion", "model": "tiny", "choices": [choice]})
 
@@ -144,3 +146,17 @@ def test_router_with_prefill_pods_loses_the_header_but_not_the_salt(
     received = with_prefill.post(*request_)
     assert [request[:3] for request in received] == [(request_[0], None, "salt-of-the-client")] * 2
     assert all(request.key in NO_KEYS for request in received)
+
+
+@pytest.mark.parametrize("request_", [COMPLETION, CHAT], ids=["completion", "chat"])
+def test_router_sends_no_marks_of_blended_prompts_to_prefill_pods(
+    cache_aware: Routed, with_prefill: Routed, request_: tuple[str, Any]
+) -> None:
+    """Prefill pods thus compute them in full. If this fails, admit engine.blend with engine.prefill."""
+    path, body = request_
+    marks = {"lmcache": {"blend": {"documents": [1]}}}
+    marked = body | {"kv_transfer_params": marks}
+    assert [request.params for request in cache_aware.post(path, marked)] == [marks]
+    computed, _ = with_prefill.post(path, marked)
+    assert computed.params["do_remote_decode"] is True
+    assert "lmcache" not in computed.params

@@ -1,11 +1,15 @@
-"""Options of the real ``vllm serve``: those that break the cache are refused under each of their names."""
+"""Options of the real ``vllm serve``: refused under each of their names, or read as rendered."""
 
 import argparse
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from lmcache_client.vllm.attach import VLLMSettings
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.engine.kinds.vllm import VLLM
+from lmcache_operator.specs.paths import SOCKET_PATH
 from tests.harness.operator.model import cluster
 
 pytestmark = pytest.mark.vllm
@@ -49,3 +53,19 @@ def test_server_reads_data_and_expert_parallelism(parser):
         4,
         True,
     )
+
+
+def test_connector_reads_the_settings_of_blending(parser):
+    def settings_of(**blend: Any) -> VLLMSettings:
+        rendered = VLLM().args(parse(cluster(engine={"blend": {"mode": "Request", **blend}})), 60)
+        return VLLMSettings.read(parser.parse_args(rendered).kv_transfer_config.kv_connector_extra_config)
+
+    defaults = settings_of()
+    assert defaults == VLLMSettings(SOCKET_PATH, kv_cache_layout="BLHNC", blend="request")
+    for selection in ("Attended", "Deviation", "First"):
+        given = settings_of(selection=selection, ratioPercent=29, minTokens=4096)
+        changed = {"blend_selection": selection.lower(), "blend_ratio": 0.29, "blend_min_tokens": 4096}
+        assert given == replace(defaults, **changed)
+    for separator in (" ###\n", '$$ $(POD_NAME) \\ " “ \U0001f999'):
+        assert settings_of(separator=separator) == replace(defaults, blend_separator=separator)
+    assert settings_of(separator="") == defaults

@@ -129,6 +129,60 @@ class AutoscalingSpec(Part):
         return self.remote.min_shards, self.remote.max_shards
 
 
+def _within(path: str, operator: str, bound: str) -> str:
+    """Compare two sizes in CEL. Values that are not sizes pass, because another rule refuses them."""
+    value, other = f"self.{path}", f"self.{bound}"
+    compared = f"quantity({value}).compareTo(quantity({other})) {operator} 0"
+    return f"(!isQuantity({value}) || !isQuantity({other}) || {compared})"
+
+
+def _is_memory_within(spec: Any) -> bool:
+    bounds, memory = spec.autoscaling.memory, spec.tiers.memory
+    if bounds is None or memory is None:
+        return True
+    size = parse_quantity(memory.size)
+    smallest = size if bounds.min_size is None else parse_quantity(bounds.min_size)
+    return bool(smallest <= size <= parse_quantity(bounds.max_size))
+
+
+def _are_shards_within(spec: Any) -> bool:
+    bounds, managed = spec.autoscaling.remote, spec.tiers.managed
+    return bounds is None or managed is None or bounds.min_shards <= managed.shards <= bounds.max_shards
+
+
+_NO_MEMORY_BOUNDS = "!has(self.autoscaling) || !has(self.autoscaling.memory) || !has(self.tiers.memory)"
+SPEC_RULES = (
+    Rule(
+        "!has(self.autoscaling) || has(self.engine) || "
+        "!(has(self.autoscaling.memory) || has(self.autoscaling.remote))",
+        "autoscaling needs an engine: set autoscaling at the clusters that use this tier",
+        lambda spec: spec.engine is not None or not (spec.autoscaling.memory or spec.autoscaling.remote),
+    ),
+    Rule(
+        "!has(self.autoscaling) || !has(self.autoscaling.remote) || !has(self.engine) || "
+        "(has(self.tiers.remote) && has(self.tiers.remote.managed))",
+        "autoscaling.remote needs tiers.remote.managed: the operator changes only its own servers",
+        lambda spec: spec.autoscaling.remote is None or not spec.engine or spec.tiers.managed is not None,
+    ),
+    Rule(
+        f"{_NO_MEMORY_BOUNDS} || {_within('tiers.memory.size', '<=', 'autoscaling.memory.maxSize')} && "
+        f"(!has(self.autoscaling.memory.minSize) || "
+        f"{_within('tiers.memory.size', '>=', 'autoscaling.memory.minSize')})",
+        "tiers.memory.size must be within autoscaling.memory.minSize and maxSize",
+        _is_memory_within,
+    ),
+    Rule(
+        "!has(self.autoscaling) || !has(self.autoscaling.remote) || !has(self.tiers.remote) || "
+        "!has(self.tiers.remote.managed) || "
+        "(self.autoscaling.remote.minShards <= self.tiers.remote.managed.shards && "
+        "self.tiers.remote.managed.shards <= self.autoscaling.remote.maxShards)",
+        "tiers.remote.managed.shards must be within autoscaling.remote.minShards and maxShards",
+        _are_shards_within,
+    ),
+)
+"""Rules of the whole spec."""
+
+
 class CurvePoint(Part):
     """One size on the curve of a tier."""
 

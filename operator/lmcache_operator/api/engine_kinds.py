@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from lmcache_operator.api.blend import is_off, is_off_in_cel
 from lmcache_operator.api.fields import Rule
 from lmcache_operator.api.router import KV_AWARE
 
@@ -79,6 +80,11 @@ SGLANG = EngineApi(
             "self.engine.nodes == 1",
             "engine.nodes needs engine.kind vLLM for now: set engine.replicas for more engines",
             lambda spec: spec.engine.nodes == 1,
+        ),
+        (
+            is_off_in_cel("self.engine"),
+            "engine.blend needs engine.kind vLLM for now: leave it out",
+            lambda spec: is_off(spec.engine.blend),
         ),
         (
             "!has(self.tenants) || !self.tenants.header",

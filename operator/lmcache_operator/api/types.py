@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from lmcache_operator.api.autoscaling import SPEC_RULES as AUTOSCALING_RULES
 from lmcache_operator.api.autoscaling import AutoscalingSpec, AutoscalingStatus
+from lmcache_operator.api.blend import ENGINE_RULES, Blend
 from lmcache_operator.api.clients import CLIENTS, MAX_CLIENTS
 from lmcache_operator.api.engine_kinds import CHUNK_TOKENS, ENGINE_KINDS, VERSIONS, VLLM
 from lmcache_operator.api.engine_pods import NO_PARALLEL_SIZES, GpuSpec, Parallelism, Prefill, PrefillStatus
@@ -12,9 +14,9 @@ from lmcache_operator.api.fields import Part, Rule, field
 from lmcache_operator.api.images import ImageDefaults, ImagesStatus
 from lmcache_operator.api.keywords import ARGUMENTS, IMAGE_NAME, NAME, SECRET_KEY, needs_engine, size_between
 from lmcache_operator.api.router import Router, RouterStatus
-from lmcache_operator.api.tenants import SPEC_RULES, TENANTS_STATUS, TenantsSpec, TenantStatus
+from lmcache_operator.api.tenants import SPEC_RULES as TENANTS_RULES
+from lmcache_operator.api.tenants import TENANTS_STATUS, TenantsSpec, TenantStatus
 from lmcache_operator.api.tiers import Tiers
-from lmcache_store.common.units import parse_quantity
 
 _MODEL: dict[str, Any] = {"maxLength": 512, "pattern": r"^[^-\s\x00-\x1f][^\s\x00-\x1f]*$"}
 _MAP_BY_TYPE: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
@@ -88,6 +90,7 @@ class EngineSpec(Part):
                 not (engine.prefill and engine.prefill.gpu) or engine.prefill.gpu.count == engine.gpu.count
             ),
         ),
+        *ENGINE_RULES,
     )
 
     kind: str = field(
@@ -123,6 +126,10 @@ class EngineSpec(Part):
     gpu: GpuSpec = field("GPUs of one pod.", default={})
     parallelism: Parallelism = field(
         "Split of the model and its requests over the GPUs of an engine.", default={}
+    )
+    blend: Blend | None = field(
+        "Reuse of the KV of documents at any position of a prompt, for requests that ask for it. Their "
+        "answers are approximate. Needs vLLM. Default: all answers are exact."
     )
     args: list[str] = field(
         "Additional arguments of the engine's server, such as `vllm serve`. Arguments that the cache depends "
@@ -201,16 +208,6 @@ class SidecarSpec(Part):
     )
 
 
-def _within(path: str, operator: str, bound: str) -> str:
-    """Compare two sizes in CEL. Values that are not sizes pass, because another rule refuses them."""
-    value, other = f"self.{path}", f"self.{bound}"
-    compared = f"quantity({value}).compareTo(quantity({other})) {operator} 0"
-    return f"(!isQuantity({value}) || !isQuantity({other}) || {compared})"
-
-
-_NO_MEMORY_BOUNDS = "!has(self.autoscaling) || !has(self.autoscaling.memory) || !has(self.tiers.memory)"
-
-
 class Spec(Part):
     """The declared state of an LMCacheCluster."""
 
@@ -260,34 +257,8 @@ class Spec(Part):
             "their sidecars encrypt",
             lambda spec: spec.engine is not None or "remote" not in spec.tiers.key_secrets,
         ),
-        Rule(
-            "!has(self.autoscaling) || has(self.engine) || "
-            "!(has(self.autoscaling.memory) || has(self.autoscaling.remote))",
-            "autoscaling needs an engine: set autoscaling at the clusters that use this tier",
-            lambda spec: spec.engine is not None or not (spec.autoscaling.memory or spec.autoscaling.remote),
-        ),
-        Rule(
-            "!has(self.autoscaling) || !has(self.autoscaling.remote) || !has(self.engine) || "
-            "(has(self.tiers.remote) && has(self.tiers.remote.managed))",
-            "autoscaling.remote needs tiers.remote.managed: the operator changes only its own servers",
-            lambda spec: spec.autoscaling.remote is None or not spec.engine or spec.tiers.managed is not None,
-        ),
-        Rule(
-            f"{_NO_MEMORY_BOUNDS} || {_within('tiers.memory.size', '<=', 'autoscaling.memory.maxSize')} && "
-            f"(!has(self.autoscaling.memory.minSize) || "
-            f"{_within('tiers.memory.size', '>=', 'autoscaling.memory.minSize')})",
-            "tiers.memory.size must be within autoscaling.memory.minSize and maxSize",
-            lambda spec: _is_memory_within(spec),
-        ),
-        Rule(
-            "!has(self.autoscaling) || !has(self.autoscaling.remote) || !has(self.tiers.remote) || "
-            "!has(self.tiers.remote.managed) || "
-            "(self.autoscaling.remote.minShards <= self.tiers.remote.managed.shards && "
-            "self.tiers.remote.managed.shards <= self.autoscaling.remote.maxShards)",
-            "tiers.remote.managed.shards must be within autoscaling.remote.minShards and maxShards",
-            lambda spec: _are_shards_within(spec),
-        ),
-        *SPEC_RULES,
+        *AUTOSCALING_RULES,
+        *TENANTS_RULES,
     )
 
     model: Model | None = field("The model that the engine serves.")
@@ -312,20 +283,6 @@ class Spec(Part):
         **CLIENTS,
     )
     autoscaling: AutoscalingSpec = field("Autoscaling of tiers by their savings and costs.", default={})
-
-
-def _is_memory_within(spec: Spec) -> bool:
-    bounds, memory = spec.autoscaling.memory, spec.tiers.memory
-    if bounds is None or memory is None:
-        return True
-    size = parse_quantity(memory.size)
-    smallest = size if bounds.min_size is None else parse_quantity(bounds.min_size)
-    return smallest <= size <= parse_quantity(bounds.max_size)
-
-
-def _are_shards_within(spec: Spec) -> bool:
-    bounds, managed = spec.autoscaling.remote, spec.tiers.managed
-    return bounds is None or managed is None or bounds.min_shards <= managed.shards <= bounds.max_shards
 
 
 class StatusCondition(Part):

@@ -35,7 +35,7 @@ REFUSED = {
 _ADMITTED = {
     "a value that the schema limits": """
         autoscaling.memory autoscaling.mode autoscaling.prices autoscaling.remote engine.kind
-        engine.parallelism images.policy router.policy sidecar.chunkTokens
+        engine.blend engine.parallelism images.policy router.policy sidecar.chunkTokens
         sidecar.transfer tenants.default tenants.named[].memoryPercent tenants.named[].minMemoryPercent
         tenants.named[].name tenants.named[].priority tiers.admit
         tiers.peers.bytesPerSecond tiers.remote.managed.access

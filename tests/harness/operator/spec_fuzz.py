@@ -114,6 +114,8 @@ def _obey_rules(spec: Object) -> None:
     else:
         engine.pop("nodes", None)
         engine.pop("topologyKey", None)
+    if engine.get("kind") == "SGLang" or "nodes" in engine or "prefill" in engine:
+        engine.get("blend", {}).pop("mode", None)
     if engine.get("kind") == "SGLang":
         sidecar = spec.get("sidecar") or {}
         sidecar.pop("chunkTokens", None)

@@ -20,6 +20,11 @@ def test_page_describes_fields_before_it_shows_an_object_of_all() -> None:
     assert 0 < page.index("| `model` |") < page.index(COMPLETE)
 
 
+def test_field_that_turns_blending_on_calls_its_answers_approximate() -> None:
+    (row,) = (line for line in resource_docs.render().splitlines() if line.startswith("| `blend` |"))
+    assert "approximate" in row
+
+
 def test_complete_example_can_be_rendered() -> None:
     cluster = parse(yaml.safe_load(COMPLETE))
     for component in COMPONENTS:
@@ -47,6 +52,9 @@ def test_each_example_is_accepted_alone() -> None:
         elif name in ("nodes", "topologyKey"):
             del changed["spec"]["engine"]["prefill"]
             changed["spec"]["engine"] |= {"nodes": 2, "parallelism": {"tensor": 8, "data": 2}}
+        elif parents[-1] == "blend":
+            del changed["spec"]["engine"]["prefill"]
+            changed["spec"]["engine"]["parallelism"] = {"tensor": 8}
         for parent in parents:
             if parent.endswith("[]"):
                 part = part[parent.removesuffix("[]")][0]

@@ -32,6 +32,10 @@ def nodes(number: int, tensor: int = 1, data: int = 1, **engine: Any) -> dict[st
     return {"engine": {"nodes": number, "parallelism": {"tensor": tensor, "data": data}, **engine}}
 
 
+def blending(**engine: Any) -> dict[str, Any]:
+    return {"engine": {"blend": {"mode": "Request"}, "gpu": {"count": 0}, **engine}}
+
+
 def nested(num_levels: int) -> dict[str, Any]:
     """An object with this many levels of nested objects."""
     value: dict[str, Any] = {}
@@ -68,6 +72,19 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     (nodes(2, data=2, kind="SGLang"), "spec", "engine.nodes needs engine.kind vLLM for now"),
     (nodes(2, data=2, replicas=501), "spec.engine", "replicas x nodes must be at most 1000"),
     (nodes(2, data=2, prefill={}), "spec.engine", "prefill pods span one node for now"),
+    (blending(kind="SGLang"), "spec", "engine.blend needs engine.kind vLLM for now"),
+    (blending(nodes=2, parallelism={"data": 2}), "spec.engine", "blend needs engines of one pod for now"),
+    (blending(parallelism={"pipeline": 2}), "spec.engine", "set parallelism.tensor"),
+    (blending(parallelism={"data": 2, "expert": True}), "spec.engine", "these ranks step together"),
+    (blending(prefill={}), "spec.engine", "engine.blend does not work with engine.prefill"),
+    (blending(args=["--enable_lora"]), "spec.engine", "leave out blend, or --enable-lora in args"),
+    ({"engine": {"blend": {"mode": False}}}, "spec.engine.blend.mode", "must be a string, not False"),
+    ({"engine": {"blend": {"mode": "request"}}}, "spec.engine.blend.mode", "one of ['Off', 'Request']"),
+    ({"engine": {"blend": {"selection": "All"}}}, "spec.engine.blend.selection", "one of ['Attended', 'Dev"),
+    ({"engine": {"blend": {"ratioPercent": 0.15}}}, "spec.engine.blend.ratioPercent", "must be an integer"),
+    ({"engine": {"blend": {"ratioPercent": 101}}}, "spec.engine.blend.ratioPercent", "at most 100"),
+    ({"engine": {"blend": {"minTokens": 0}}}, "spec.engine.blend.minTokens", "at least 1"),
+    ({"engine": {"blend": {"separator": "-" * 257}}}, "spec.engine.blend.separator", "more than 256 char"),
     ({"engine": {"args": "--x"}}, "spec.engine.args", "must be a list"),
     ({"engine": {"args": [1]}}, "spec.engine.args[0]", "must be a string, not 1"),
     ({"engine": {"args": ["x" * 4097]}}, "spec.engine.args[0]", "too long: more than 4096 characters"),

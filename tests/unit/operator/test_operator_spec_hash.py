@@ -23,6 +23,10 @@ def engine(**fields: Any) -> dict[str, Any]:
     return {"engine": fields}
 
 
+def blending(**fields: Any) -> dict[str, Any]:
+    return engine(blend={"mode": "Request", **fields})
+
+
 def sidecar(**fields: Any) -> dict[str, Any]:
     return {"sidecar": fields}
 
@@ -41,6 +45,7 @@ def named(*entries: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 TWO = named(SALT, HASHED | {"memoryPercent": 50})
 DISK = {"size": "1Ti"}
+BLENDING = blending()
 PREFILL = with_prefill()
 UNSPLIT = PREFILL | engine(replicas=2)
 CACHE_AWARE: dict[str, Any] = {"router": {"policy": "CacheAware"}}
@@ -52,6 +57,11 @@ REPLACING = [
     ({}, engine(podTemplate={"metadata": {"labels": {"a": "b"}}})),
     ({}, engine(resources={"limits": {"memory": "64Gi"}})),
     ({}, engine(sharedMemorySize="8Gi")),
+    ({}, BLENDING),
+    (BLENDING, blending(selection="First")),
+    (BLENDING, blending(ratioPercent=20)),
+    (BLENDING, blending(minTokens=512)),
+    (BLENDING, blending(separator=" ###\n")),
     ({}, sidecar(image="other:1")),
     ({}, sidecar(chunkTokens=512)),
     ({}, sidecar(transfer="SharedMemory")),
@@ -82,6 +92,8 @@ KEEPING = [
     ({}, engine(image=IMAGES["engine"])),
     ({}, engine(gpu={"resourceName": "nvidia.com/gpu"})),
     ({}, engine(resources={}, env=[], tolerations=[])),
+    ({}, blending(mode="Off", selection="First", ratioPercent=20, minTokens=512)),
+    (BLENDING, blending(ratioPercent=15)),
     ({}, sidecar(image=IMAGES["sidecar"])),
     ({}, sidecar(transfer="Auto")),
     ({}, sidecar(httpAuthentication="None")),

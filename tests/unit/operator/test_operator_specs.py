@@ -63,6 +63,7 @@ TENANTS = [
     {"name": "batch", "saltHash": "0" * 64, "lowerTierBytes": "100Gi", "priority": -100},
     {"name": "chat", "saltSecretRef": {"name": "keys", "key": "chat"}},
 ]
+BLEND = {"mode": "Request", "selection": "Deviation", "ratioPercent": 7, "separator": "$(A)$$\n"}
 CASES = {
     "minimal": {},
     "full": FULL,
@@ -70,6 +71,7 @@ CASES = {
     "nodes": {"engine": NODES},
     "parts": {"engine": PARTS, "router": {}, "tiers": {"peers": {}}},
     "sglang": {"engine": {"kind": "SGLang"}},
+    "blend": {"engine": {"blend": BLEND}},
     "encrypted": {"tiers": ENCRYPTED_TIERS},
     "tenants": {"tenants": {"header": True, "default": {"memoryPercent": 30}, "named": TENANTS}},
 }

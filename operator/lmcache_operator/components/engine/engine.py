@@ -13,6 +13,7 @@ from itertools import chain, pairwise
 
 import yaml
 
+from lmcache_operator.api.blend import is_off
 from lmcache_operator.api.parse import Cluster, declared
 from lmcache_operator.components.engine.features import FEATURES, merged
 from lmcache_operator.components.engine.gpus import CUDA_IPC, claim_spec, planned_transfer
@@ -268,7 +269,7 @@ def spec_hash(cluster: Cluster, default_images: Images) -> str:
         feature.hashed(cluster, settings)
     if not tiers.get("memory"):
         tiers.pop("memory", None)
-    unhashed = ("image", "prefill", "replicas")
+    unhashed = {"image", "prefill", "replicas", *(("blend",) if is_off(cluster.engine.blend) else ())}
     settings["engine"] = {key: value for key, value in engine.items() if key not in unhashed}
     settings["images"] = resolved_images(cluster, default_images)
     if cluster.events_reader:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lmcache_operator.api import engine_kinds
+from lmcache_operator.api.blend import connector_settings
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.components.engine.kinds import base
 from lmcache_operator.specs import Object
@@ -267,6 +268,8 @@ def _kv_transfer_config(cluster: Cluster) -> str:
             "lmcache.socket": SOCKET_PATH,
             "lmcache.chunk_tokens": cluster.spec.sidecar.chunk_tokens,
             **layout,
+            **connector_settings(cluster.engine.blend),
         },
     }
-    return json.dumps(config, sort_keys=True, separators=(",", ":"))
+    # The kubelet would replace "$$" and "$(NAME)" in an argument.
+    return json.dumps(config, sort_keys=True, separators=(",", ":")).replace("$", "\\u0024")
