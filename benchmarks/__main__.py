@@ -31,6 +31,7 @@ NAMES = {
     "vllm": "real engine: time to first token, cold and of hits; throughput of prompts without hits",
     "sglang": "SGLang: time to first token, throughput of new prompts, copies of pages",
     "nodes": "a hit of an engine with ranks on two nodes, compared with one node; needs root",
+    "blend_vllm": "blending in vLLM: time to first token, KL divergence, gaps of other requests",
     "load": "hits on a busy engine: queued requests, one hot prefix, a new engine",
 }
 
