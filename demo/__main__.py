@@ -1,4 +1,4 @@
-"""Run both parts of the demo, print a table and write ``demo/report.json``: ``python -m demo``."""
+"""Run the demo, print a table and write ``demo/report.json``: ``python -m demo``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 
 from benchmarks.report import table
-from demo import engine, kubernetes, start
+from demo import blend, engine, kubernetes, start
 from demo.build import Build
 from demo.engines import KINDS, Kind
 from demo.show import note, show_background, step, title
@@ -31,10 +31,15 @@ def finish(build: Build) -> None:
 def rows(report: dict[str, dict[str, object]]) -> list[tuple[str, str]]:
     """Return the rows of the table that the demo prints at its end."""
     lines: list[tuple[str, str]] = []
-    for name, figures in report.get("engine", {}).items():
-        assert isinstance(figures, dict)
-        hit = f"{figures['ttft_ms']} ms, {figures['share_of_cold']:.1%} of cold"
-        lines.append((f"time to first token, {name}", f"{hit}, {figures['cached_tokens']} tokens cached"))
+    for half, prompt in (("engine", ""), ("blend", "documents, ")):
+        for name, figures in report.get(half, {}).items():
+            assert isinstance(figures, dict)
+            hit = f"{figures['ttft_ms']} ms, {figures['share_of_cold']:.1%} of cold"
+            if "recomputed_tokens" in figures:
+                counts = "{reused_tokens} tokens reused, {recomputed_tokens} recomputed".format(**figures)
+            else:
+                counts = f"{figures['cached_tokens']} tokens cached"
+            lines.append((f"time to first token, {prompt}{name}", f"{hit}, {counts}"))
     for name, figure in report.get("kubernetes", {}).items():
         quantity, _, unit = name.rpartition("_")
         lines.append((quantity.replace("_", " "), f"{figure} {unit}"))
@@ -47,10 +52,13 @@ def run(halves: Sequence[str], kind: Kind, build: Build | None) -> dict[str, dic
     with ExitStack() as end:
         if "engine" in halves:
             kind.prepare()
-            report["engine"] = engine.run(kind, LOGS, build.paused if build is not None else nullcontext, end)
+            alone = build.paused if build is not None else nullcontext
+            report["engine"], running = engine.run(kind, LOGS, alone, end)
         if build is not None:
             finish(build)
             report["kubernetes"] = kubernetes.run(LOGS, with_engine="engine" in halves)
+        if "engine" in halves and kind.can_blend:
+            report["blend"] = blend.run(running)
     return report
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from demo.engines import Engine, Kind
-from demo.show import command, note, step, title
+from demo.show import command, note, part, step
 from lmcache_store.explain import tables
 from testing.child_process import reachable_address
 from testing.processes import RedisProcess, SidecarProcess
@@ -31,6 +31,15 @@ Alone = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
+class Running:
+    """An engine that still runs after this part, and its sidecar."""
+
+    engine: Engine
+    sidecar: SidecarProcess
+    chunk_tokens: int
+
+
+@dataclass(frozen=True)
 class Answer:
     """Answer to one request, with its time to first token."""
 
@@ -40,20 +49,28 @@ class Answer:
 
 
 def prompt() -> list[int]:
-    """Return the tokens of a long document. In the tiny model's tokenizer, each character is a token."""
-    text = (ROOT / "LICENSE").read_text()[:PROMPT_TOKENS]
-    assert len(text) == PROMPT_TOKENS
+    """Return the tokens of a long document."""
+    tokens = as_tokens((ROOT / "LICENSE").read_text()[:PROMPT_TOKENS])
+    assert len(tokens) == PROMPT_TOKENS
+    return tokens
+
+
+def as_tokens(text: str) -> list[int]:
+    """Return the tokens of a text. In the tiny model's tokenizer, each character is a token."""
     return [4 + (ord(character) % 256) for character in text]
+
+
+def completion(url: str, tokens: list[int], max_tokens: int, **options: Any) -> urllib.request.Request:
+    """Return a request for a completion of exactly ``max_tokens`` tokens."""
+    body = {"model": "tiny", "prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    headers = {"Content-Type": "application/json"}
+    return urllib.request.Request(f"{url}/v1/completions", json.dumps(body | options).encode(), headers)
 
 
 def ask(url: str, tokens: list[int], max_tokens: int) -> Answer:
     """Stream one completion. The first chunk with a token ends the time to first token."""
-    body = {
-        "model": "tiny", "prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
-        "stream": True, "return_token_ids": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    streamed = {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
+    request = completion(url, tokens, max_tokens, **streamed)
     answer: list[int] = []
     ttft, cached, start = 0.0, 0, time.monotonic()
     with urllib.request.urlopen(request, timeout=120) as stream:
@@ -109,12 +126,12 @@ def explain(sidecar: SidecarProcess) -> None:
         note(line)
 
 
-def run(kind: Kind, logs: Path, alone: Alone, end: ExitStack) -> dict[str, object]:
-    """Measure three engines of one kind. Returns the figures for the report.
+def run(kind: Kind, logs: Path, alone: Alone, end: ExitStack) -> tuple[dict[str, object], Running]:
+    """Measure three engines of one kind. Returns the figures for the report, and the third engine.
 
-    The third engine and its sidecar run until ``end`` closes, so that commands can show them as a pod.
+    The third engine and its sidecar run until ``end`` closes, for further parts.
     """
-    title("1. Three engines answer the same prompt of 8,192 tokens")
+    part("Three engines answer the same prompt of 8,192 tokens")
     rounds: dict[str, Answer] = {}
     redis = end.enter_context(RedisProcess())
     second = end.enter_context(sidecar_over(redis, http_host=reachable_address(), http_port=SIDECAR_PORT))
@@ -142,7 +159,7 @@ def run(kind: Kind, logs: Path, alone: Alone, end: ExitStack) -> dict[str, objec
             first.terminate()
         note("The third engine gets the same prompt. Its sidecar has had no request so far.")
         rounds["remote hit"] = measure("remote hit", kind, engines[2], second, alone)
-    return report(rounds)
+    return report(rounds), Running(engines[2], second, kind.chunk_tokens)
 
 
 def sidecar_over(redis: RedisProcess, **options: Any) -> SidecarProcess:

@@ -34,6 +34,9 @@ class Kind(Protocol):
     num_clients: int
     """Number of clients with which one engine attaches to its sidecar."""
 
+    can_blend: bool
+    """Whether its engines blend prompts of documents."""
+
     def prepare(self) -> None:
         """Install the engine if ``make setup`` did not. Ends the demo if this fails."""
 
@@ -45,24 +48,29 @@ class VLLM:
     """``vllm serve`` with the connector."""
 
     name, chunk_tokens, num_clients = "vLLM", 256, 2
+    can_blend = True
 
     def prepare(self) -> None:
         """Do nothing: ``make setup`` installed vLLM."""
 
     def start(self, sidecar: SidecarProcess, log: Path) -> Engine:
-        config = connector_config(sidecar.socket_path)
+        # An answer of the sidecar that a busy machine delays does not change the results.
+        config = connector_config(sidecar.socket_path, blend="request", answer_seconds=30)
         command(
             f'vllm serve tiny --kv-transfer-config \'{{"kv_connector": "{config["kv_connector"]}", ...}}\''
         )
         # Two threads on any cores, as in `python -m benchmarks vllm`. The other engines are idle meanwhile.
         threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        return ServedEngine(log, free_port(), config, environment=threads)
+        # vLLM's default on CPUs. Blended prompts need it: it also limits the runs of tokens in one pass.
+        num_seqs = "--max-num-seqs", "128"
+        return ServedEngine(log, free_port(), config, *num_seqs, environment=threads)
 
 
 class SGLang:
     """``sglang.launch_server`` with the storage backend for HiCache."""
 
     name, chunk_tokens, num_clients = "SGLang", PAGE_TOKENS, 1
+    can_blend = False
 
     def prepare(self) -> None:
         try:

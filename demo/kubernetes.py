@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from demo.show import command, note, step, title
+from demo.show import command, note, part, step
 from testing.child_process import reachable_address
 from testing.kube.cluster import Cluster
 from testing.kube.operator import SERVICE_ACCOUNT, SYSTEM_NAMESPACE, Operator
@@ -35,7 +35,7 @@ def run(logs: Path, *, with_engine: bool) -> dict[str, object]:
 
     ``with_engine``: an engine of the first part still runs, so commands can show its cache.
     """
-    title("2. One LMCacheCluster on a real Kubernetes control plane")
+    part("One LMCacheCluster on a real Kubernetes control plane")
     with step(
         "starting etcd, kube-apiserver, controller-manager and scheduler; kwok simulates nodes with GPUs"
     ):
@@ -115,7 +115,7 @@ def _repairs(cluster: Cluster) -> dict[str, object]:
 
 def _show_commands(cluster: Cluster) -> None:
     """Print what a user sees of the third engine of the first part, as if it ran in a pod."""
-    title("3. What the cache did: the third engine as a pod")
+    part("What the cache did: the third engine as a pod")
     path = ROOT / "demo" / "tiny.yaml"
     command("kubectl apply -f demo/tiny.yaml")
     with step("waiting for its pod, which gets the address of the third engine's sidecar"):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _COLOURED = sys.stdout.isatty()
+
+_numbers = itertools.count(1)
+"""Numbers of the parts that run."""
 
 _background: list[Callable[[], str]] = []
 """Functions that return a line with the progress of background work; empty: the work is done."""
@@ -24,6 +28,11 @@ def _paint(text: str, code: str) -> str:
 
 def title(text: str) -> None:
     print(f"\n{_paint(text, '1;36')}\n{'─' * len(text)}", flush=True)
+
+
+def part(text: str) -> None:
+    """Print the title of the next part."""
+    title(f"{next(_numbers)}. {text}")
 
 
 def note(text: str) -> None:
