@@ -134,6 +134,7 @@ HOW_TO = {
 GUIDES = {
     "add-tiers": Page("qwen3-8b.yaml", "qwen3-8b"),
     "autoscaling": Page("autoscaled-tiers.yaml", "qwen3-8b-autoscaled"),
+    "blend": Page(),
     "engines": Page("qwen3-8b.yaml", "qwen3-8b"),
     "gpus": Page("qwen3-8b.yaml", "qwen3-8b"),
     "install": Page("qwen3-8b.yaml", "qwen3-8b"),

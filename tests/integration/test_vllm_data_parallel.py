@@ -7,7 +7,9 @@ tests after it share an engine with the operator's arguments, which a test ends.
 import itertools
 import json
 import os
+import shlex
 import signal
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -21,12 +23,15 @@ from lmcache_operator.api.parse import parse
 from lmcache_operator.components.engine.kinds.vllm import VLLM
 from lmcache_operator.specs.names import EVENTS_PORT
 from testing import workers
-from testing.child_process import free_port, wait_until
+from testing.child_process import REPOSITORY, free_port, wait_until
 from testing.engine.environment import LOAD_GATE
 from testing.engine.process import ServedEngine, patient_config
 from testing.processes import SidecarProcess
 from testing.router import RouterProcess
+from tests.harness.client.blended import num_rows
 from tests.harness.client.real_engine import BLOCK, CHUNK, make_prompt, num_cached
+from tests.harness.commands.sidecar_command import explain
+from tests.harness.fences import DOCS, difference, fences, output
 from tests.harness.operator.model import cluster
 
 pytestmark = pytest.mark.vllm
@@ -36,6 +41,9 @@ NUM_TOKENS = 100
 METRICS, CHANGED = "vllm:lmcache_", "vLLM's weights may have changed"
 PROMPT_TOKENS, HIT_TOKENS = 2000, 1792
 NUM_ROWS = HIT_TOKENS // CHUNK
+BLEND_COUNTERS = (
+    "blends", "failed_blends", "blend_reused_tokens", "blend_recomputed_tokens", "blend_missing_tokens"
+)  # fmt: skip
 SHARED = make_prompt(PROMPT_TOKENS, "shared")
 """A prompt that the first engine stores before its weights change."""
 SEEDS = map("data parallel {}".format, itertools.count())
@@ -74,7 +82,7 @@ class World:
         self._engine = ServedEngine(
             self.folder / "log",
             free_port(),
-            patient_config(self.sidecar.socket_path),
+            patient_config(self.sidecar.socket_path, blend="request"),
             *rendered_arguments(self.events_port),
             *default,
             environment={
@@ -169,6 +177,7 @@ def test_ranks_share_rows_and_count_under_labels_of_their_own(world: World) -> N
         assert world.complete(rank, SHARED) == (HIT_TOKENS, computed[1])
     wait_until(lambda: [world.metrics(rank)["loads"] for rank in RANKS] == [2, 2], what="loads")
     copied = {"loads": 2, "failed_loads": 0, "loaded_blocks": (CHUNK + HIT_TOKENS) // BLOCK, "lost_rows": 0}
+    copied |= dict.fromkeys(BLEND_COUNTERS, 0)
     expected = [copied | {"stored_rows": number} for number in num_stored]
     for _ in range(16):
         assert [world.metrics(rank) for rank in RANKS] == expected, "the same from each API server"
@@ -194,6 +203,38 @@ def test_router_takes_events_of_both_ranks(world: World) -> None:
                 return router.last_event(name, rank) >= 0
 
             wait_until(has_taken, what=f"the router takes events of rank {rank}")
+
+
+def test_client_of_the_guide_reuses_documents_of_another_rank(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 computes the documents, and rank 1 answers. The outputs are those that the page shows."""
+    page = "guides/blend.md"
+    (client,) = fences(DOCS / page, "python")
+    program = client.text.replace("http://localhost:8000", world.engine.url)
+    commands = [fence for fence in fences(DOCS / page, "sh") if "rag.py" in fence.text]
+    printed = ""
+    monkeypatch.chdir(REPOSITORY)
+    for fence, rank in zip(commands, (0, 1, 1), strict=True):
+        opener = urllib.request.build_opener()
+        opener.addheaders += header(rank).items()
+        monkeypatch.setattr(urllib.request, "_opener", opener)
+        monkeypatch.setattr(sys, "argv", shlex.split(fence.text.replace("\\\n", ""))[1:])
+        rows_before = world.sidecar.settled()["memory"]["used_rows"]
+        exec(compile(program, str(client), "exec"), {})
+        printed = capsys.readouterr().out
+        assert fence.output is not None
+        assert not difference(fence.output.text, printed), printed
+        if rank == 0:
+            rows = rows_before + sum(num_rows(int(line.split()[-2])) for line in printed.splitlines())
+            world.sidecar.wait_until(lambda stats, rows=rows: stats["memory"]["used_rows"] >= rows)
+    wait_until(lambda: world.metrics(1)["blends"] == 2, what="the counts of rank 1")
+    assert world.metrics(1)["failed_blends"] == world.metrics(0)["blends"] == 0
+    request_id = printed.splitlines()[-1].split(":")[0]
+    status, explained = explain(world.sidecar, "--request-id", request_id)
+    assert status == 0
+    shown = difference(output(page, "--request-id"), f"Pod qwen3-8b-rag-engine-0.\n{explained}")
+    assert not shown, shown
 
 
 def test_change_of_weights_reaches_both_ranks(world: World) -> None:
