@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 
+from benchmarks.gpu.engine.blend import are_equal
 from benchmarks.gpu.engine.hits import Hits, Reference
 from benchmarks.gpu.engine.sizes import choose
 from benchmarks.gpu.engine.world import World
@@ -169,3 +170,18 @@ def test_difference_fails_the_step(tmp_path, hit, num_loaded, what):
     hits.measure(engine, "A", "memory", [Reference([0] * 33, GENERATED, GENERATED, True)], has_bar=True)
     assert results.num_problems == bool(what)
     assert [what in problem.what for problem in problems(read(tmp_path, "vllm"))] == [True] * bool(what)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs", "expected"),
+    [
+        ([1, 2, 3], [-5.0, -6.0, -5.0], True),
+        ([1, 2, 3], [-5.0, -6.008, -5.0], True),  # a step of bfloat16
+        ([1, 4, 5], [-5.0, -6.008, -9.0], True),  # two tokens were nearly as likely: the rest follows
+        ([1, 2, 3], [-5.0, -6.0, -5.2], False),
+        ([1, 4, 5], [-5.0, -6.2, -9.0], False),
+    ],
+)
+def test_answers_are_equal_up_to_rounding(tokens, logprobs, expected):
+    answer = GENERATED._replace(tokens=[1, 2, 3], logprobs=[-5.0, -6.0, -5.0])
+    assert are_equal(GENERATED._replace(tokens=tokens, logprobs=logprobs), answer) == expected
