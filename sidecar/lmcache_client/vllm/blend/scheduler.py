@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lmcache_client.core.blend_jobs import Blended, BlendStep
@@ -21,17 +20,17 @@ from lmcache_client.core.grid import BlockTables
 from lmcache_client.core.hits import Hit, Rows, no_hit
 from lmcache_client.core.jobs import EngineIdentity, LoadJob, Offer, StepMeta, WorkerReport
 from lmcache_client.core.lookups import LookupThread
-from lmcache_client.core.requests import EngineRequest, RequestState, Ticket
+from lmcache_client.core.requests import EngineRequest, RequestState
 from lmcache_client.core.tracing import ENGINE_MEMORY, LOWER_TIERS
+from lmcache_client.vllm.blend.asked import AskedBlend, OpenJob, can_blend
 from lmcache_client.vllm.blend.documents import (
-    Claim,
     ExactView,
     document_ticket,
     find_claim,
     num_reusable,
     slice_tokens,
 )
-from lmcache_client.vllm.blend.params import BlendParams, ParamsError, is_document, read_blend
+from lmcache_client.vllm.blend.params import ParamsError, is_document, read_blend
 from lmcache_client.vllm.blend.separator import Separator
 from lmcache_client.vllm.hand_over import FIELD
 from lmcache_client.vllm.scheduler import VLLMScheduler
@@ -53,42 +52,6 @@ _MALFORMED = (
     "LMCache Cluster ignores what request %s says about documents in kv_transfer_params: %s. Correct the"
     " client. Later errors in this field are not logged."
 )
-
-
-@dataclass
-class _Blend:
-    """A request that asked for a blended prompt."""
-
-    params: BlendParams
-    view: ExactView
-    ticket: Ticket | None = None
-    """The request's ticket when its documents were looked up; None: they were not yet."""
-    documents: tuple[RequestState | None, ...] = ()
-    """Lookups of the documents; None: the document is shorter than a block."""
-    claim: Claim | None = None
-    """The last offer to the engine; None: it was an offer of exact KV."""
-    num_cached: int = 0
-    """Most tokens that the engine had at a decision before the prompt was blended. A later start may have
-    fewer of them, but the answer has begun."""
-    blended: Blended | None = None
-
-
-@dataclass
-class _Job:
-    """A prompt that the workers blend."""
-
-    leased: list[Ticket]
-    """Tickets of the documents that have leases."""
-    num_missing: int
-    """Ranks that have not placed the stored KV."""
-    num_exact: int
-    """Tokens of documents whose KV comes from the prompt's own rows."""
-    is_dropped: bool = False
-
-    @property
-    def is_ready(self) -> bool:
-        """True if the workers may run slices."""
-        return not (self.num_missing or self.is_dropped)
 
 
 class BlendingScheduler(VLLMScheduler):
@@ -116,8 +79,8 @@ class BlendingScheduler(VLLMScheduler):
         self._settings, self._separator = blend, separator
         self._hash_algorithm, self._step_tokens = hash_algorithm, step_tokens
         self._num_ranks = 0  # 0: the engine can't blend, or has not said yet that it can
-        self._asked: dict[str, _Blend | None] = {}  # None: the prompt is a document
-        self._jobs: dict[str, _Job] = {}  # until all ranks have reported the load
+        self._asked: dict[str, AskedBlend | None] = {}  # None: the prompt is a document
+        self._jobs: dict[str, OpenJob] = {}  # until all ranks have reported the load
         self._num_failures = 0
         self._warned: set[str] = set()  # fields with an error that was logged
         self._secret = secrets.token_hex(16)  # part of salts
@@ -166,11 +129,11 @@ class BlendingScheduler(VLLMScheduler):
             if is_document(request_params):
                 self._asked[request.request_id] = None
             return
-        if self._num_failures >= MAX_FAILURES or not _can_blend(request):
+        if self._num_failures >= MAX_FAILURES or not can_blend(request):
             return
         if num_reusable(params, self._grid) < settings.blend_min_tokens:
             return
-        blend = self._asked[request.request_id] = _Blend(params, ExactView(request))
+        blend = self._asked[request.request_id] = AskedBlend(params, ExactView(request))
         state.request = blend.view
         request.cache_salt = params.salt(request.cache_salt, self._secret)
         request.block_hashes.clear()
@@ -178,7 +141,7 @@ class BlendingScheduler(VLLMScheduler):
         if self._lookups is not None:
             self._look_up(blend, state, self._lookups)
 
-    def _look_up(self, blend: _Blend, state: RequestState, lookups: LookupThread) -> None:
+    def _look_up(self, blend: AskedBlend, state: RequestState, lookups: LookupThread) -> None:
         """Send hints of the documents."""
         grid, algorithm, blend.ticket = self._grid, self._hash_algorithm, state.ticket
         tickets = [
@@ -225,7 +188,7 @@ class BlendingScheduler(VLLMScheduler):
         return num_tokens
 
     def _find_documents(
-        self, blend: _Blend, lookups: LookupThread, num_known: int
+        self, blend: AskedBlend, lookups: LookupThread, num_known: int
     ) -> tuple[Sequence[Rows], bool]:
         """Return the leading rows of each document, and whether the request must wait for more of them.
 
@@ -267,7 +230,7 @@ class BlendingScheduler(VLLMScheduler):
             if lookup is not None and num_rows:
                 self._lookups.note_loading(lookup.ticket, num_rows)
                 leased.append(lookup.ticket)
-        self._jobs[request_id] = _Job(leased, self._num_ranks, claim.num_exact_in_documents)
+        self._jobs[request_id] = OpenJob(leased, self._num_ranks, claim.num_exact_in_documents)
         state.num_blended_tokens = claim.num_document_tokens
         self._tracer.begin_load(LoadJob(request_id, ()), claim.num_exact + claim.num_document_tokens)
         return claim.num_exact
@@ -354,7 +317,7 @@ class BlendingScheduler(VLLMScheduler):
         if not unsent:
             step.dropped.append(request_id)
 
-    def _release_documents(self, job: _Job) -> None:
+    def _release_documents(self, job: OpenJob) -> None:
         if self._lookups is not None:
             for ticket in job.leased:
                 self._lookups.release(ticket)
@@ -367,16 +330,3 @@ class BlendingScheduler(VLLMScheduler):
 
     def _tokens(self, hit: Hit) -> int:
         return hit.num_chunks * self._grid.chunk_tokens
-
-
-def _can_blend(request: Any) -> bool:
-    """Return True if blended KV serves the request: it has only tokens, and asks only for an answer."""
-    sampling = request.sampling_params
-    return not (
-        request.skip_reading_prefix_cache
-        or request.lora_request is not None
-        or request.mm_features
-        or request.prompt_embeds is not None
-        or sampling is None
-        or sampling.prompt_logprobs is not None
-    )
