@@ -212,6 +212,10 @@ class LookupThread:
         """Report how long requests took that were reported as scheduled. Another call carries the times."""
         self._queue.put(partial(self._keep_times, clocks))
 
+    def run(self, task: Callable[[SidecarSession], object]) -> None:
+        """Call the sidecar on the thread, in order. Without a session that answers, the task is dropped."""
+        self._queue.put(partial(self._call, task))
+
     def close(self) -> None:
         """Let the thread serve its queue, then end and detach. Returns at once."""
         self._queue.put(None)
