@@ -32,6 +32,7 @@ NAMES = {
     "sglang": "SGLang: time to first token, throughput of new prompts, copies of pages",
     "nodes": "a hit of an engine with ranks on two nodes, compared with one node; needs root",
     "blend_vllm": "blending in vLLM: time to first token, KL divergence, gaps of other requests",
+    "blend_marks": "search for known documents in a prompt, on vLLM's scheduler thread",
     "load": "hits on a busy engine: queued requests, one hot prefix, a new engine",
 }
 

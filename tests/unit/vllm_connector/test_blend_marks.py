@@ -158,6 +158,8 @@ def test_latest_eight_lengths_of_equal_heads_are_known():
     assert [mark & 0xFFFFFF for mark in table.marks()] == list(lengths)[2:]
     table.add([mark_of(document(1, 120))])
     assert [mark & 0xFFFFFF for mark in table.marks()] == [*range(130, 200, 10), 120]
+    table.add([mark_of(document(1, 150))])
+    assert [mark & 0xFFFFFF for mark in table.marks()] == [130, 140, *range(160, 200, 10), 120, 150]
     assert len(table) == 1
 
 
@@ -181,6 +183,8 @@ def test_marks_that_share_a_bucket_hide_no_document():
     table.add(neighbours)
     assert found(table, [*document(1, 100), 5]) == []
     table.add([mark])
+    table.add(number << 42 | 100 for number in range(1, 300))  # the neighbours leave
+    assert len(table) == 300
     assert found(table, [*document(1, 100), 5]) == [(0, 100)]
 
 

@@ -55,8 +55,7 @@ def make_mark(tokens: Sequence[int], num_tokens: int, seed: int) -> int | None:
     """
     if not START_TOKENS <= num_tokens < 1 << _LENGTH_BITS:
         return None
-    first = np.frombuffer(array("Q", tokens[:START_TOKENS]), np.uint64)
-    return int(_hashes(first, seed)[0]) >> _LENGTH_BITS << _LENGTH_BITS | num_tokens
+    return int(_hashes(tokens[:START_TOKENS], seed)[0]) >> _LENGTH_BITS << _LENGTH_BITS | num_tokens
 
 
 class MarkTable:
@@ -128,23 +127,26 @@ class MarkTable:
         tables = [table for table in (self, more) if table]
         if not tables or len(tokens) < START_TOKENS:
             return []
-        words = np.frombuffer(array("Q", tokens if isinstance(tokens, list) else tokens[:]), np.uint64)
         counts = [np.frombuffer(table._counts, np.uint8) for table in tables]
         starts, fingerprints = [], []
-        for first in range(0, len(words) - START_TOKENS + 1, _BLOCK):
-            hashes = _hashes(words[first : first + _BLOCK + START_TOKENS - 1], seed)
+        for first in range(0, len(tokens) - START_TOKENS + 1, _BLOCK):
+            hashes = _hashes(tokens[first : first + _BLOCK + START_TOKENS - 1], seed)
             buckets = (hashes >> np.uint64(64 - _BUCKET_BITS)).view(np.int64)
-            matches = np.flatnonzero(np.any([part[buckets] for part in counts], axis=0))
+            is_filled = counts[0].take(buckets) > 0
+            for table_counts in counts[1:]:
+                is_filled |= table_counts.take(buckets) > 0
+            matches = np.flatnonzero(is_filled)
             starts.append(matches + first)
             fingerprints.append(hashes[matches] >> np.uint64(_LENGTH_BITS))
         lengths = [table._lengths for table in tables]
-        return _choose(np.concatenate(starts), np.concatenate(fingerprints), lengths, len(words) - 1)
+        return _choose(np.concatenate(starts), np.concatenate(fingerprints), lengths, len(tokens) - 1)
 
 
-def _hashes(tokens: Words, seed: int) -> Words:
+def _hashes(tokens: Sequence[int], seed: int) -> Words:
     """Return a hash of ``START_TOKENS`` tokens from each start on, for at most ``_BLOCK`` starts."""
-    sums = np.zeros(len(tokens) + 1, np.uint64)
-    np.cumsum(tokens * _POWERS[: len(tokens)], out=sums[1:])
+    words = np.frombuffer(array("Q", tokens), np.uint64)
+    sums = np.zeros(len(words) + 1, np.uint64)
+    np.cumsum(words * _POWERS[: len(words)], out=sums[1:])
     hashes = sums[START_TOKENS:] - sums[:-START_TOKENS]
     hashes *= _INVERSES[: len(hashes)]
     hashes += np.uint64(seed)
