@@ -236,9 +236,11 @@ def test_queues_are_bounded(monkeypatch):
     engine.session = FakeSession()
     engine.poll()
     assert engine.session.calls == [(marks_of(*range(4, 9)), 0)]
+    engine.poll(REPEAT_SECONDS)
+    engine.learn(4, 9)  # 5 is now the document that was least recently sent
     engine.session = FakeSession(epoch=2)
     engine.poll()
-    assert engine.session.calls == [(marks_of(*range(4, 9)), 0)]
+    assert engine.session.calls == [(marks_of(6, 7, 8, 4, 9), 0)]
 
 
 @pytest.mark.parametrize("packed", [b"", b"\0" * 7, b"\0" * 16, b"\xff" * 31, b"\xff" * 800])

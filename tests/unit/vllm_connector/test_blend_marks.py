@@ -174,16 +174,18 @@ def test_least_recently_added_document_leaves_first():
     assert found(table, [*first, 5]) == []
 
 
-def test_marks_that_share_a_bucket_hide_no_document():
+@pytest.mark.parametrize("shift", [0, 30])  # all have the same upper, or lower, 22 bits
+def test_marks_that_share_a_bucket_hide_no_document(shift):
     mark = mark_of(document(1, 100))
-    neighbours = [mark ^ (number << 24) for number in range(1, 600)]  # with the same upper bits
+    fingerprints = [mark >> 24 ^ number << shift for number in range(1, 600)]
+    neighbours = [fingerprint << 24 | 100 for fingerprint in fingerprints]
     table = MarkTable(max_fingerprints=300)
     table.add([mark, *neighbours[:299]])
     assert found(table, [*document(1, 100), 5]) == [(0, 100)]
     table.add(neighbours)
     assert found(table, [*document(1, 100), 5]) == []
     table.add([mark])
-    table.add(number << 42 | 100 for number in range(1, 300))  # the neighbours leave
+    table.add(number << 42 | number << 24 | 100 for number in range(1, 300))  # the neighbours leave
     assert len(table) == 300
     assert found(table, [*document(1, 100), 5]) == [(0, 100)]
 

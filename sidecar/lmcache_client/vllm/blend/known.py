@@ -31,7 +31,7 @@ POLL_SECONDS = 1.0
 REPEAT_SECONDS = 600.0
 """Time after which a document in use is sent again, so that newer documents do not replace its mark."""
 MAX_PROMPTS = 16_384
-_MAX_MARKS = 4096
+_MAX_MARKS = 2048
 """Marks that the lookup thread sends or adds at a time, in a few milliseconds. Hints of requests wait."""
 _LOCKED_MARKS = 128  # added under one lock, for which the scheduler's thread may wait
 _TOO_OLD = (
@@ -101,7 +101,7 @@ class KnownDocuments:
         Callers may poll in every step: another engine's document is found sooner.
         """
         self._lookups = lookups
-        if self._is_shared and (now := self._clock()) - self._polled_at >= POLL_SECONDS:
+        if (now := self._clock()) - self._polled_at >= POLL_SECONDS:
             self._polled_at = now
             lookups.run(partial(self._share, lookups))
 
@@ -110,8 +110,6 @@ class KnownDocuments:
         with self._lock:
             self._is_shared = False
             self._documents.clear()
-            self._learned.clear()
-            self._unsent.clear()
         if self._prompts is not None:
             self._prompts.clear()
 

@@ -22,7 +22,8 @@ MAX_FINGERPRINTS = 131_072
 MAX_LENGTHS = 8
 """Lengths of documents with the same first tokens. A new length replaces the oldest one."""
 _LENGTH_BITS, _BUCKET_BITS = 24, 22
-_BUCKET_SHIFT = 64 - _LENGTH_BITS - _BUCKET_BITS
+_UPPER_SHIFT = 64 - _LENGTH_BITS - _BUCKET_BITS
+_LOWER = (1 << _BUCKET_BITS) - 1
 _BLOCK = 1 << 14
 """Starts that are hashed together. Their numbers fit into a processor's cache."""
 _BASE = 0x9E3779B97F4A7C15  # odd: it has an inverse modulo 2**64
@@ -67,7 +68,10 @@ class MarkTable:
     def __init__(self, max_fingerprints: int = MAX_FINGERPRINTS) -> None:
         self._max_fingerprints = max_fingerprints
         self._lengths: _Lengths = {}  # of each fingerprint, the latest length last
-        self._counts = bytearray()  # fingerprints in each bucket, up to _FULL; made with the first mark
+        # A filter, made with the first mark. Each fingerprint is in two buckets. The bits say which buckets
+        # are filled: unlike the counts, they fit into a processor's cache.
+        self._counts = bytearray()  # fingerprints in each bucket, up to _FULL
+        self._bits = bytearray()
 
     def __len__(self) -> int:
         """Return the number of fingerprints."""
@@ -75,18 +79,14 @@ class MarkTable:
 
     def add(self, marks: Iterable[int]) -> None:
         """Add marks, each a 64-bit number. Ignores marks of documents that are too short."""
-        lengths, counts = self._lengths, self._counts
+        lengths = self._lengths
         for mark in marks:
             fingerprint, length = mark >> _LENGTH_BITS, mark & ((1 << _LENGTH_BITS) - 1)
             if length < START_TOKENS:
                 continue
-            if not counts:
-                counts = self._counts = bytearray(1 << _BUCKET_BITS)
             earlier = lengths.pop(fingerprint, None)
             if earlier is None:
-                bucket = fingerprint >> _BUCKET_SHIFT
-                if counts[bucket] < _FULL:
-                    counts[bucket] += 1
+                self._fill(fingerprint)
                 lengths[fingerprint] = (length,)
                 if len(lengths) > self._max_fingerprints:
                     self._remove(next(iter(lengths)))
@@ -94,15 +94,27 @@ class MarkTable:
                 earlier = tuple(number for number in earlier if number != length)
                 lengths[fingerprint] = (*earlier[1 - MAX_LENGTHS :], length)
 
+    def _fill(self, fingerprint: int) -> None:
+        if not self._bits:
+            self._counts, self._bits = bytearray(1 << _BUCKET_BITS), bytearray(1 << _BUCKET_BITS - 3)
+        counts = self._counts
+        for bucket in fingerprint >> _UPPER_SHIFT, fingerprint & _LOWER:
+            if counts[bucket] < _FULL:
+                counts[bucket] += 1
+            self._bits[bucket >> 3] |= 1 << (bucket & 7)
+
     def _remove(self, fingerprint: int) -> None:
         del self._lengths[fingerprint]
-        bucket = fingerprint >> _BUCKET_SHIFT
-        if self._counts[bucket] < _FULL:
-            self._counts[bucket] -= 1
+        counts = self._counts
+        for bucket in fingerprint >> _UPPER_SHIFT, fingerprint & _LOWER:
+            if counts[bucket] < _FULL:
+                counts[bucket] -= 1
+                if not counts[bucket]:
+                    self._bits[bucket >> 3] &= ~(1 << (bucket & 7))
 
     def clear(self) -> None:
         """Remove all marks."""
-        self._lengths, self._counts = {}, bytearray()
+        self._lengths, self._counts, self._bits = {}, bytearray(), bytearray()
 
     def marks(self) -> list[int]:
         """Return all marks, those of the least recently added fingerprint first."""
@@ -127,19 +139,26 @@ class MarkTable:
         tables = [table for table in (self, more) if table]
         if not tables or len(tokens) < START_TOKENS:
             return []
-        counts = [np.frombuffer(table._counts, np.uint8) for table in tables]
+        filters = [np.frombuffer(table._bits, np.uint8) for table in tables]
         starts, fingerprints = [], []
         for first in range(0, len(tokens) - START_TOKENS + 1, _BLOCK):
             hashes = _hashes(tokens[first : first + _BLOCK + START_TOKENS - 1], seed)
-            buckets = (hashes >> np.uint64(64 - _BUCKET_BITS)).view(np.int64)
-            is_filled = counts[0].take(buckets) > 0
-            for table_counts in counts[1:]:
-                is_filled |= table_counts.take(buckets) > 0
-            matches = np.flatnonzero(is_filled)
-            starts.append(matches + first)
-            fingerprints.append(hashes[matches] >> np.uint64(_LENGTH_BITS))
+            matches = _filled(filters, hashes >> np.uint64(64 - _BUCKET_BITS))
+            hashes = hashes[matches] >> np.uint64(_LENGTH_BITS)
+            in_both = _filled(filters, hashes & np.uint64(_LOWER))
+            starts.append(matches[in_both] + first)
+            fingerprints.append(hashes[in_both])
         lengths = [table._lengths for table in tables]
         return _choose(np.concatenate(starts), np.concatenate(fingerprints), lengths, len(tokens) - 1)
+
+
+def _filled(filters: Sequence[npt.NDArray[np.uint8]], buckets: Words) -> npt.NDArray[np.int64]:
+    """Return the indices of the buckets that are filled in one of the filters."""
+    places, bits = (buckets >> np.uint64(3)).view(np.int64), np.uint8(1) << (buckets.astype(np.uint8) & 7)
+    is_filled = filters[0].take(places) & bits
+    for more in filters[1:]:
+        is_filled |= more.take(places) & bits
+    return np.flatnonzero(is_filled != 0)
 
 
 def _hashes(tokens: Sequence[int], seed: int) -> Words:
@@ -175,7 +194,7 @@ def _choose(
     index = 0
     while index < len(starts) and len(documents) < MAX_DOCUMENTS:
         start, fingerprint = int(starts[index]), int(fingerprints[index])
-        limit = min(int(starts[index + 1]), last) if index + 1 < len(starts) else last
+        limit = int(starts[index + 1]) if index + 1 < len(starts) else last
         lengths = [length for table in tables for length in table.get(fingerprint, ())]
         fitting = [length for length in lengths if start + length <= limit]
         fitting = fitting or [length for length in lengths if start + length <= last]
