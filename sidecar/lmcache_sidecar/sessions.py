@@ -22,6 +22,7 @@ from lmcache_sidecar.copiers.copier import SidecarCopier
 from lmcache_sidecar.explain.causes import Causes, UncountedRequest, find_blocking
 from lmcache_sidecar.explain.requests import RequestEngine
 from lmcache_sidecar.explain.sources import find_sources
+from lmcache_sidecar.marks import MarkTables, Place
 from lmcache_sidecar.samples import LookupSampler
 from lmcache_store.tiers.errors import ArenaError, StaleSlotError
 from lmcache_store.tiers.memory.arena import ArenaFile
@@ -62,6 +63,7 @@ class Sessions:
         self._make_store = make_store
         self.samples = LookupSampler(clients)
         self.causes = Causes()
+        self.marks = MarkTables()
         self.on_namespace: Callable[[bytes], None] = lambda namespace: None
         """Called with the namespace of each client that attaches, before its first call."""
         clients.on_engine_dead = lambda engine: self.causes.end_engine(engine)
@@ -260,6 +262,15 @@ class Sessions:
         for times in ended:
             self.causes.note(times)
         return pb.ReleaseReply()
+
+    def share_marks(self, request: pb.ShareMarksRequest) -> pb.ShareMarksReply:
+        """Add marks of documents, and return those that the client does not have."""
+        client = self.clients.caller(request)
+        marks = validation.parse_marks(request.marks)
+        table = self.marks.table(Place(client.peer.hello.namespace, bool(client.private_reason)))
+        table.add_of_engine(marks)
+        page, since = table.since(request.since)
+        return pb.ShareMarksReply(marks=page.tobytes(), since=since)
 
     def _engine(self, client: Client) -> RequestEngine:
         engine = client.peer.engine

@@ -15,7 +15,7 @@ from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_client.rpc import service
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.hello import Role, TransferOffer
-from lmcache_client.rpc.service import ABORT, COMMIT, LOOKUP, RELEASE, RESERVE, pack_slots
+from lmcache_client.rpc.service import ABORT, COMMIT, LOOKUP, RELEASE, RESERVE, SHARE_MARKS, pack_slots
 from lmcache_store.kv_groups import GroupKind, KVGroup
 from lmcache_store.tiers.memory.kernel_pages import reason_not_pinnable
 from testing.child_process import REPOSITORY, wait_until
@@ -68,6 +68,10 @@ BAD_CALLS = [
     (ABORT, {"slots": pack_slots([((1 << 64) - 1, 1)])}, INVALID, "out of range"),
     (RELEASE, {"request_ids": ["held", ""]}, INVALID, "request_id must not be empty"),
     (RELEASE, {"request_ids": ["held"], "epoch": 3}, PRECONDITION, "attach again"),
+    (SHARE_MARKS, {"marks": bytes(12)}, INVALID, "marks must have 8 bytes each, 12 bytes"),
+    (SHARE_MARKS, {"marks": bytes(8 * 32_769)}, INVALID, "marks has 262152 bytes, at most 262144"),
+    (SHARE_MARKS, {"marks": bytes(8), "epoch": 1}, PRECONDITION, "epoch 1 is over.*attach again"),
+    (SHARE_MARKS, {"marks": bytes(8), "client_uuid": b"x" * 16}, PRECONDITION, "not attached: attach again"),
 ]
 UPGRADE = f"speaks protocol %d, sidecar .* speaks {service.PROTOCOL_VERSION}: upgrade "
 BAD_HELLOS = [

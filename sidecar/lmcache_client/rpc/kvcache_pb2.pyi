@@ -433,3 +433,23 @@ class AbortRequest(_message.Message):
 class AbortReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ShareMarksRequest(_message.Message):
+    __slots__ = ("epoch", "client_uuid", "marks", "since")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
+    MARKS_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    client_uuid: bytes
+    marks: bytes
+    since: int
+    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., marks: _Optional[bytes] = ..., since: _Optional[int] = ...) -> None: ...
+
+class ShareMarksReply(_message.Message):
+    __slots__ = ("marks", "since")
+    MARKS_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    marks: bytes
+    since: int
+    def __init__(self, marks: _Optional[bytes] = ..., since: _Optional[int] = ...) -> None: ...

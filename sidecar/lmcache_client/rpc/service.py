@@ -51,6 +51,13 @@ MAX_TEXT_BYTES = 512
 MAX_TIMES = 256
 """Largest number of requests whose times one Release reports."""
 
+MARK_BYTES, MAX_MARKS = 8, 131_072
+"""Bytes of a document's mark, and the largest number of marks that a sidecar shares between the engines of a
+namespace. The oldest marks are dropped first."""
+
+MAX_MARKS_PER_CALL = 32_768
+"""Largest number of marks in one message, in each direction."""
+
 REASON_METADATA = "lmcache-reason"
 """Trailing metadata of a refused call, with the reasons that a client acts on."""
 
@@ -92,7 +99,8 @@ COMMIT = Method("Commit", pb.CommitRequest, pb.CommitReply)
 ABORT = Method("Abort", pb.AbortRequest, pb.AbortReply)
 COPY_BLOCKS = Method("CopyBlocks", pb.CopyBlocksRequest, pb.CopyBlocksReply)
 RELEASE = Method("Release", pb.ReleaseRequest, pb.ReleaseReply)
-UNARY_METHODS = (LOOKUP, RESERVE, COPY_BLOCKS, COMMIT, ABORT, RELEASE)
+SHARE_MARKS = Method("ShareMarks", pb.ShareMarksRequest, pb.ShareMarksReply)
+UNARY_METHODS = (LOOKUP, RESERVE, COPY_BLOCKS, COMMIT, ABORT, RELEASE, SHARE_MARKS)
 ATTACH_PATH = f"/{SERVICE}/Attach"
 
 

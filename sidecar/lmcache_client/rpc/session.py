@@ -64,6 +64,15 @@ class BlockCopy(NamedTuple):
     """Numbers of all blocks that a row of the group holds, in their order."""
 
 
+class SharedMarks(NamedTuple):
+    """Marks of documents that the sidecar knows."""
+
+    marks: bytes
+    """Packed little-endian 64-bit numbers, the oldest first. May repeat marks that the caller has."""
+    since: int
+    """Number to pass to the next call of this session."""
+
+
 class SidecarSession:
     """One epoch: from an Attach to the end of its stream. All calls raise only ``SidecarError``."""
 
@@ -258,6 +267,28 @@ class SidecarSession:
             request.request_id = bounded(request.request_id)
         self._call(service.RELEASE, timeout, request_ids=sent, times=taken)
         self._pending_releases.difference_update(sent)
+
+    def share_marks(self, marks: bytes, since: int, timeout: float | None = None) -> SharedMarks:
+        """Add marks of documents to the sidecar's table. Return the marks that were added after ``since``.
+
+        Raises RpcRefusedError with UNIMPLEMENTED if the sidecar is older than this call.
+
+        Args:
+            marks: packed little-endian 64-bit numbers; any number of them.
+            since: ``SharedMarks.since`` of the last call of this session; 0: return all marks.
+            timeout: deadline of each message in seconds; None: ``TIMING.call_seconds``. A message contains at
+                most ``MAX_MARKS_PER_CALL`` marks.
+        """
+        page_bytes = service.MAX_MARKS_PER_CALL * service.MARK_BYTES
+        most_bytes = service.MAX_MARKS * service.MARK_BYTES
+        rest, received = marks, bytearray()
+        while True:
+            reply = self._call(service.SHARE_MARKS, timeout, marks=rest[:page_bytes], since=since)
+            rest, since = rest[page_bytes:], reply.since
+            received += reply.marks
+            has_more = len(reply.marks) == page_bytes and len(received) < most_bytes
+            if not rest and not has_more:
+                return SharedMarks(bytes(received), since)
 
     def holds(self, slot: Slot) -> bool:
         """Return True if the slot was not reused; check this after a load's copy. Only reads memory.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import grpc
+import numpy as np
 
 import lmcache_store
 from lmcache_client.cuda.pin_status import PinStatus
@@ -18,6 +19,7 @@ from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_client.rpc import service
 from lmcache_client.rpc.times import RequestTimes
 from lmcache_sidecar.explain.open_requests import EndedRequest
+from lmcache_sidecar.marks import Marks
 from lmcache_store.kv_groups import GroupKind, KVGroup, stored_blocks
 from lmcache_store.tiers.base import KEY_BYTES, ROW_KEY_BYTES, RowKey
 from lmcache_store.tiers.budgets import short_tenant
@@ -212,6 +214,13 @@ def parse_times(request: pb.ReleaseRequest, engine: bytes) -> list[EndedRequest]
         tokens = taken.num_failed_tokens, taken.num_blended_tokens, taken.num_recomputed_tokens
         ended.append(EndedRequest(engine, RequestTimes(request_id, *seconds, *tokens)))
     return ended
+
+
+def parse_marks(packed: bytes) -> Marks:
+    """Return the marks of a ShareMarks."""
+    check_length("marks", packed, service.MAX_MARKS_PER_CALL * service.MARK_BYTES)
+    _check_multiple("marks", packed, service.MARK_BYTES)
+    return np.frombuffer(packed, "<u8")
 
 
 def _check_protocol(hello: pb.Hello) -> None:

@@ -32,7 +32,7 @@ class BrokenSessions:
     def lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
         raise RuntimeError("boom")
 
-    reserve = copy_blocks = commit = abort = lookup
+    reserve = copy_blocks = commit = abort = share_marks = lookup
 
     def release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
         return pb.ReleaseReply()

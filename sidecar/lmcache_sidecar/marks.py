@@ -1,0 +1,127 @@
+"""Marks of documents that the engines of a namespace share. Pure; one event loop owns the tables.
+
+A mark proposes to an engine that its prompt contains a document (docs/adr/0062). The sidecar does not
+interpret marks: they are 64-bit numbers. Each mark has a sequence number, so that an engine receives each
+mark once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from lmcache_client.rpc import service
+
+MAX_NAMESPACES = 16
+"""Namespaces with marks, of about 2 MiB each when full. The least recently used one is dropped first."""
+
+Marks: TypeAlias = npt.NDArray[np.uint64]
+
+
+class Place(NamedTuple):
+    """Engines that share marks."""
+
+    namespace: bytes
+    is_private: bool
+    """True: the marks are of this pod's engines only, because no other engine can find their rows."""
+
+
+class MarkTable:
+    """The marks of one place, the oldest first."""
+
+    def __init__(self, first: int) -> None:
+        """Create an empty table. ``first``: sequence number of its first mark."""
+        self._first = first
+        self._marks: Marks = np.empty(0, np.uint64)
+        self._sorted = self._unsent = self._marks
+        self.is_asked = False
+        """Has an engine called since the owner last set this to False?"""
+
+    def __len__(self) -> int:
+        return len(self._marks)
+
+    @property
+    def end(self) -> int:
+        """Sequence number of the next mark."""
+        return self._first + len(self._marks)
+
+    def add(self, marks: Marks) -> Marks:
+        """Add marks, the oldest first. Returns the new ones.
+
+        If there are more than MAX_MARKS then, the oldest eighth is dropped."""
+        marks = marks[-service.MAX_MARKS :]
+        marks = marks[np.sort(np.unique(marks, return_index=True)[1])]
+        new = marks[~self._knows(marks)]
+        if len(new):
+            self._marks = np.concatenate([self._marks, new])
+            ordered = np.sort(new)
+            self._sorted = np.insert(self._sorted, np.searchsorted(self._sorted, ordered), ordered)
+        if len(self._marks) > service.MAX_MARKS:
+            num_dropped = len(self._marks) - service.MAX_MARKS * 7 // 8
+            self._marks = self._marks[num_dropped:]
+            self._first += num_dropped
+            self._sorted = np.sort(self._marks)
+        return new
+
+    def add_of_engine(self, marks: Marks) -> None:
+        """Add marks of an engine of this pod. Other pods do not have the new ones yet."""
+        self.is_asked = True
+        self.unsend(self.add(marks))
+
+    def since(self, number: int) -> tuple[Marks, int]:
+        """Return the oldest marks with a sequence number above ``number``, and the last one's number.
+
+        Returns at most MAX_MARKS_PER_CALL marks.
+        """
+        start = min(max(0, number + 1 - self._first), len(self._marks))
+        page = self._marks[start : start + service.MAX_MARKS_PER_CALL]
+        return page, self._first + start + len(page) - 1
+
+    def take_unsent(self) -> Marks:
+        """Return the marks that other pods do not have yet, and forget that they do not."""
+        unsent, self._unsent = self._unsent, self._unsent[:0]
+        return unsent
+
+    def unsend(self, marks: Marks) -> None:
+        """Note that other pods do not have these marks."""
+        self._unsent = np.concatenate([self._unsent, marks])[-service.MAX_MARKS :]
+
+    def unknown_to(self, marks: Marks) -> Marks:
+        """Return the marks of this table that ``marks`` lacks."""
+        return self._marks[~np.isin(self._marks, marks)]
+
+    def _knows(self, marks: Marks) -> npt.NDArray[np.bool_]:
+        if not len(self._sorted):
+            return np.zeros(len(marks), np.bool_)
+        places = np.minimum(np.searchsorted(self._sorted, marks), len(self._sorted) - 1)
+        knows: npt.NDArray[np.bool_] = self._sorted[places] == marks
+        return knows
+
+
+class MarkTables:
+    """The tables of all places."""
+
+    def __init__(self) -> None:
+        self._tables: dict[Place, MarkTable] = {}  # the least recently used first
+        self._next = 1  # sequence numbers are not used again: an engine may continue from a dropped table
+
+    def __len__(self) -> int:
+        return sum(map(len, self._tables.values()))
+
+    def table(self, place: Place) -> MarkTable:
+        """Return the table of a place, an empty one if it has none."""
+        table = self._tables.pop(place, None) or MarkTable(self._next)
+        self._tables[place] = table
+        if len(self._tables) > MAX_NAMESPACES:
+            dropped = self._tables.pop(next(iter(self._tables)))
+            self._next = max(self._next, dropped.end)
+        return table
+
+    def asked(self) -> list[tuple[bytes, MarkTable]]:
+        """Return the tables that engines have used since the last call, except private ones."""
+        asked = [(place, table) for place, table in self._tables.items() if table.is_asked]
+        for _, table in asked:
+            table.is_asked = False
+        return [(place.namespace, table) for place, table in asked if not place.is_private]
