@@ -7,6 +7,8 @@ mark once.
 
 from __future__ import annotations
 
+import asyncio
+import math
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -37,7 +39,11 @@ class MarkTable:
         self._marks: Marks = np.empty(0, np.uint64)
         self._sorted = self._unsent = self._marks
         self.is_asked = False
-        """Has an engine called since the owner last set this to False?"""
+        """Has an engine called since the last exchange with other pods?"""
+        self.exchanged_at = 0.0
+        """Unix time of the last exchange with other pods."""
+        self.next_all = -math.inf
+        """Monotonic time from which an exchange must read all marks."""
 
     def __len__(self) -> int:
         return len(self._marks)
@@ -52,9 +58,9 @@ class MarkTable:
 
         If there are more than MAX_MARKS then, the oldest eighth is dropped."""
         marks = marks[-service.MAX_MARKS :]
-        marks = marks[np.sort(np.unique(marks, return_index=True)[1])]
-        new = marks[~self._knows(marks)]
+        new = marks[~_is_in(self._sorted, marks)]
         if len(new):
+            new = new[np.sort(np.unique(new, return_index=True)[1])]
             self._marks = np.concatenate([self._marks, new])
             ordered = np.sort(new)
             self._sorted = np.insert(self._sorted, np.searchsorted(self._sorted, ordered), ordered)
@@ -67,7 +73,6 @@ class MarkTable:
 
     def add_of_engine(self, marks: Marks) -> None:
         """Add marks of an engine of this pod. Other pods do not have the new ones yet."""
-        self.is_asked = True
         self.unsend(self.add(marks))
 
     def since(self, number: int) -> tuple[Marks, int]:
@@ -89,15 +94,8 @@ class MarkTable:
         self._unsent = np.concatenate([self._unsent, marks])[-service.MAX_MARKS :]
 
     def unknown_to(self, marks: Marks) -> Marks:
-        """Return the marks of this table that ``marks`` lacks."""
-        return self._marks[~np.isin(self._marks, marks)]
-
-    def _knows(self, marks: Marks) -> npt.NDArray[np.bool_]:
-        if not len(self._sorted):
-            return np.zeros(len(marks), np.bool_)
-        places = np.minimum(np.searchsorted(self._sorted, marks), len(self._sorted) - 1)
-        knows: npt.NDArray[np.bool_] = self._sorted[places] == marks
-        return knows
+        """Return the marks of this table that ``marks`` lacks, in ascending order."""
+        return self._sorted[~_is_in(np.sort(marks), self._sorted)]
 
 
 class MarkTables:
@@ -105,23 +103,38 @@ class MarkTables:
 
     def __init__(self) -> None:
         self._tables: dict[Place, MarkTable] = {}  # the least recently used first
+        self.asked = asyncio.Event()
+        """Set while ``take_asked`` would return a table."""
         self._next = 1  # sequence numbers are not used again: an engine may continue from a dropped table
 
     def __len__(self) -> int:
         return sum(map(len, self._tables.values()))
 
     def table(self, place: Place) -> MarkTable:
-        """Return the table of a place, an empty one if it has none."""
+        """Return the table of a place for a call of an engine; an empty one if the place has none."""
         table = self._tables.pop(place, None) or MarkTable(self._next)
         self._tables[place] = table
         if len(self._tables) > MAX_NAMESPACES:
             dropped = self._tables.pop(next(iter(self._tables)))
             self._next = max(self._next, dropped.end)
+        if not place.is_private:
+            table.is_asked = True
+            self.asked.set()
         return table
 
-    def asked(self) -> list[tuple[bytes, MarkTable]]:
+    def take_asked(self) -> list[tuple[bytes, MarkTable]]:
         """Return the tables that engines have used since the last call, except private ones."""
-        asked = [(place, table) for place, table in self._tables.items() if table.is_asked]
+        self.asked.clear()
+        asked = [(place.namespace, table) for place, table in self._tables.items() if table.is_asked]
         for _, table in asked:
             table.is_asked = False
-        return [(place.namespace, table) for place, table in asked if not place.is_private]
+        return asked
+
+
+def _is_in(ordered: Marks, marks: Marks) -> npt.NDArray[np.bool_]:
+    """Say of each mark whether it is one of ``ordered``, which ascend."""
+    if not len(ordered):
+        return np.zeros(len(marks), np.bool_)
+    places = np.minimum(np.searchsorted(ordered, marks), len(ordered) - 1)
+    is_in: npt.NDArray[np.bool_] = ordered[places] == marks
+    return is_in

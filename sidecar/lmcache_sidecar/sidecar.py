@@ -20,6 +20,7 @@ from lmcache_sidecar.files.peers import hand_over, start_peer_server
 from lmcache_sidecar.files.tenants import TenantsFile
 from lmcache_sidecar.files.watched_files import SizeFile
 from lmcache_sidecar.lower_tiers import open_tiers
+from lmcache_sidecar.marks_exchange import MarksExchange
 from lmcache_sidecar.pages import stats
 from lmcache_sidecar.pages.stats import StatsPart
 from lmcache_sidecar.pages.tenant_stats import tenants_part
@@ -33,6 +34,7 @@ from lmcache_store.tiers.errors import ArenaError
 from lmcache_store.tiers.memory.arena import ArenaFile
 from lmcache_store.tiers.memory.capacity import volume_bytes
 from lmcache_store.tiers.memory.kernel_pages import reason_not_pinnable
+from lmcache_store.tiers.remote.tier import RemoteTier
 from lmcache_store.tiers.stats import MemoryStats
 from lmcache_store.tiers.tiered.history import ChunkHistory
 from lmcache_store.tiers.tiered.store import Admit, TieredStore
@@ -121,6 +123,8 @@ class Sidecar:
                 self._tasks.spawn(_repeat(_FOLLOW_SECONDS, handle.keys.follow))
             if handle.tier is not None:
                 self._tasks.spawn(_repeat(_CHECK_SECONDS, handle.tier.check))
+            if isinstance(handle.tier, RemoteTier):
+                self._tasks.spawn(MarksExchange(self.sessions.marks, handle.tier).run())
 
     async def stop(self) -> None:
         """Refuse new calls, write queued rows through, and release all resources except the arena's file.

@@ -221,6 +221,8 @@ SESSIONS: tuple[Figure[Sessions], ...] = (
     Figure("engine_info", "1 for each model that attached engines serve, at most 8 models", _models, "model"),
     Figure("num_previous_clients", "Clients of an earlier sidecar that may still use rows of the arena",
         lambda sessions: len(sessions.clients.previous)),
+    Figure("num_document_marks", "Marks of documents that engines share, of all namespaces",
+           lambda sessions: len(sessions.marks)),
     Figure("num_unwritten_rows", "Rows still to be checksummed or written through",
         lambda sessions: sessions.store.num_unwritten if sessions.store else 0),
     Figure("pending_work", "Background work left: rows, or for `report` requests whose times are unknown",

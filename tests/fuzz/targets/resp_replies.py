@@ -11,7 +11,7 @@ from unittest import mock
 from lmcache_store.common.sockets import Stream
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.errors import InvalidObjectError, TierError
-from lmcache_store.tiers.remote import objects, resp
+from lmcache_store.tiers.remote import marks, objects, resp
 from lmcache_store.tiers.remote.address import Address, Endpoint
 from tests.fuzz.bytes_input import BytesInput
 from tests.fuzz.target import Target
@@ -33,6 +33,12 @@ def store(connection: resp.RespConnection) -> None:
     objects.store(connection, OBJECT, memoryview(PAYLOAD), b"")
 
 
+def share_marks(connection: resp.RespConnection) -> None:
+    members = marks.exchange(connection, "marks", [b"12345678"], 1, 10, marks.MarksQuery(0, 10))
+    assert len(members) <= 10
+    assert all(len(member) <= 64 for member in members)
+
+
 OPERATIONS = (
     lambda connection: connection.call("PING"),
     lambda connection: connection.call_all([("EXISTS", "a"), ("EXISTS", "b")]),
@@ -40,6 +46,7 @@ OPERATIONS = (
     load,
     store,
     lambda connection: connection.authenticate("user", "secret"),
+    share_marks,
 )
 
 

@@ -206,3 +206,35 @@ class TestCipher:
             aead.decrypt(nonce, piece[32:], associated)
         aead, nonce = cipher("disk", 1)._derive(key_of(1), piece[8:32], PLACE)
         assert aead.decrypt(nonce, piece[32:], associated) == CONTENT
+
+
+MARKS = b"".join(mark.to_bytes(8, "little") for mark in (0, 1, 1 << 63, (1 << 64) - 1))
+NAMESPACE = b"n" * 32
+
+
+def test_marks_are_encrypted_into_equal_blocks_that_only_their_key_decrypts():
+    """The blocks are a format: the pods of two releases share a set."""
+    ours = cipher("remote", 1, 2)
+    encrypted = ours.encrypt_marks(NAMESPACE, MARKS)
+    assert (
+        hashlib.sha256(encrypted).hexdigest()
+        == "6ecb29ffe7c342cdd5d7f426ed9c7e6f63bc839f863e84c632e4d3a435fc9b02"
+    )
+    assert encrypted == cipher("remote", 2).encrypt_marks(NAMESPACE, MARKS)
+    assert len(encrypted) == 2 * len(MARKS)
+    assert len({encrypted[start : start + 16] for start in range(0, 64, 16)}) == 4
+    older = cipher("remote", 1).encrypt_marks(NAMESPACE, MARKS)
+    assert ours.decrypt_marks(NAMESPACE, older[:16] + bytes(16) + encrypted[16:]) == MARKS
+    assert older != encrypted
+    for other in (cipher("disk", 2), cipher("remote", 1), AesGcm("remote")):
+        assert other.decrypt_marks(NAMESPACE, encrypted) == b""
+    assert ours.decrypt_marks(b"m" * 32, encrypted) == b""
+    assert ours.decrypt_marks(NAMESPACE, b"") == ours.encrypt_marks(NAMESPACE, b"") == b""
+    accepted = [
+        damaged
+        for damaged in flipped(encrypted[:16], range(128))
+        if ours.decrypt_marks(NAMESPACE, bytes(damaged))
+    ]
+    assert not accepted
+    with pytest.raises(NoKeyError):
+        AesGcm("remote").encrypt_marks(NAMESPACE, MARKS)

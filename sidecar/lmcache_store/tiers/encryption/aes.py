@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import threading
 
+import numpy as np
 from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -17,6 +19,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from lmcache_store.tiers.encryption.keys import KEY_BYTES, EncryptionKeys
 from lmcache_store.tiers.encryption.pieces import (
     MAGIC,
+    MARK_BYTES,
     OVERHEAD_BYTES,
     PREAMBLE_BYTES,
     SALT_BYTES,
@@ -87,6 +90,33 @@ class AesGcm:
             aead.decrypt_into(nonce, piece[PREAMBLE_BYTES:], associated, into)
         except InvalidTag:
             raise InvalidObjectError("authentication") from None
+
+    def encrypt_marks(self, namespace: bytes, marks: bytes) -> bytes:
+        """See Cipher. Each block has a mark and zeros: a single block needs no mode of operation."""
+        self.check()
+        keys = self.keys
+        assert keys is not None
+        blocks = np.frombuffer(marks, "<u8").repeat(2)
+        blocks[1::2] = 0
+        cipher = self._mark_cipher(keys.by_version[keys.write_version], namespace)
+        return cipher.encryptor().update(blocks.tobytes())
+
+    def decrypt_marks(self, namespace: bytes, encrypted: bytes) -> bytes:
+        """See Cipher. With a wrong key, the second half of a block is hardly ever zero."""
+        marks = np.zeros(len(encrypted) // (2 * MARK_BYTES), "<u8")
+        is_valid = np.zeros(len(marks), np.bool_)
+        for key in self.keys.by_version.values() if self.keys else ():
+            decrypted = self._mark_cipher(key, namespace).decryptor().update(encrypted)
+            blocks = np.frombuffer(decrypted, "<u8").reshape(-1, 2)
+            is_zero = blocks[:, 1] == 0
+            marks[is_zero] = blocks[is_zero, 0]
+            is_valid |= is_zero
+        return marks[is_valid].tobytes()
+
+    def _mark_cipher(self, key: bytes, namespace: bytes) -> Cipher[modes.ECB]:
+        info = self._info + b" marks" + namespace
+        derived = HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=None, info=info).derive(key)
+        return Cipher(algorithms.AES(derived), modes.ECB())
 
     def _derive(self, key: bytes, salt: bytes, place: PiecePlace) -> tuple[AESGCM, bytes]:
         """Derive the cipher and the nonce of one piece, also from the row key, which the medium hides."""

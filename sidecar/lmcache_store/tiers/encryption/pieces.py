@@ -35,6 +35,9 @@ PREAMBLE_BYTES = _PREAMBLE.size
 OVERHEAD_BYTES = PREAMBLE_BYTES + TAG_BYTES
 """Bytes by which an encrypted piece is longer than its content."""
 
+MARK_BYTES, ENCRYPTED_MARK_BYTES = 8, 16
+"""Bytes of a document's mark, and of an encrypted one: one block of AES."""
+
 _PLACE = struct.Struct("<4sI68sQQQ?")
 _NAME_TAG = b"lmcache encrypted name 1"
 
@@ -86,6 +89,14 @@ class Cipher(Protocol):
 
         Raises KeyAbsentError if the cipher lacks the key version of the piece, and InvalidObjectError if the
         bytes are not the piece of this place. The content of ``into`` is then undefined."""
+
+    def encrypt_marks(self, namespace: bytes, marks: bytes) -> bytes:
+        """Encrypt marks of documents, packed. Equal marks have equal results, so that a set has each once.
+
+        Raises NoKeyError if there is no key yet."""
+
+    def decrypt_marks(self, namespace: bytes, encrypted: bytes) -> bytes:
+        """Return the marks among packed encrypted ones. Omits those of other keys and namespaces."""
 
 
 @functools.lru_cache(8192)  # about 2 MB. A lookup asks for each column of a row, and for its server

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
-from lmcache_store.tiers.errors import ServerError
+from lmcache_store.tiers.errors import InvalidObjectError, ServerError
 from lmcache_store.tiers.header import Buffer
 from lmcache_store.tiers.remote.address import Address, Endpoint
 from lmcache_store.tiers.remote.stream import open_stream
@@ -84,7 +84,7 @@ class RespConnection:
         self.ask([words])
         return self.read_reply()
 
-    def call_all(self, commands: Sequence[Sequence[str]]) -> list[Reply | ServerError]:
+    def call_all(self, commands: Sequence[Sequence[str | bytes]]) -> list[Reply | ServerError]:
         """Send commands together, and read all replies. Error replies are values in the list."""
         self.ask(commands)
         return self.read_replies(len(commands))
@@ -104,7 +104,7 @@ class RespConnection:
                 replies.append(error)
         return replies
 
-    def ask(self, commands: Sequence[Sequence[str]]) -> None:
+    def ask(self, commands: Sequence[Sequence[str | bytes]]) -> None:
         """Send commands of short words. The caller must read a reply to each."""
         self._send([b"".join(self._start() + _encode(words) for words in commands)])
 
@@ -143,6 +143,29 @@ class RespConnection:
         self._read_content(*targets)
         self._num_due -= 1
 
+    def read_strings(self, limit: int, max_bytes: int) -> list[bytes]:
+        """Read an array of at most ``limit`` strings. No other reply may be due: this reads far ahead.
+
+        Raises InvalidObjectError, without reading it, if a string has more than ``max_bytes`` bytes.
+        """
+        self._skip_asking()
+        head = self._read_line(b"*")
+        number = _length(head)
+        if number is None or number > limit:
+            raise ConnectionError(f"unexpected reply {head[:32]!r}")
+        self._num_due += 1  # the rest of the array
+        strings = []
+        for _ in range(number):
+            length = _length(self._read_line(b"$", ahead=_MAX_LENGTH))
+            if length is None or length > max_bytes:
+                raise InvalidObjectError("length")
+            while len(self._line) < length + 2:
+                self._line += self._stream.receive_some(_MAX_LENGTH)
+            strings.append(bytes(self._line[:length]))
+            del self._line[: length + 2]
+        self._num_due -= 2
+        return strings
+
     def _read_number(self) -> int:
         self._skip_asking()
         number = _number(self._read_line(b":")[1:])
@@ -180,12 +203,12 @@ class RespConnection:
         self._read_content(memoryview(content))
         return bytes(content)
 
-    def _read_line(self, *kinds: bytes) -> bytes:
+    def _read_line(self, *kinds: bytes, ahead: int = 64) -> bytes:
         """Read a line that starts with one of these bytes. Reads little ahead, to copy little."""
         while (end := self._line.find(b"\r\n")) < 0:
             if len(self._line) > _MAX_LINE_BYTES:
                 raise ConnectionError("the server does not speak RESP")
-            self._line += self._stream.receive_some(64)
+            self._line += self._stream.receive_some(ahead)
         line = bytes(self._line[:end])
         del self._line[: end + 2]
         if line[:1] == b"-":
@@ -224,13 +247,13 @@ class RespConnection:
                 self._read_line(b"+")
 
 
-def _encode(words: Sequence[str], num_more: int = 0) -> bytes:
+def _encode(words: Sequence[str | bytes], num_more: int = 0) -> bytes:
     """Encode the start of a command of these words and ``num_more`` others."""
     return b"*%d\r\n" % (len(words) + num_more) + b"".join(map(_encode_bulk, words))
 
 
-def _encode_bulk(word: str) -> bytes:
-    encoded = word.encode()
+def _encode_bulk(word: str | bytes) -> bytes:
+    encoded = word.encode() if isinstance(word, str) else word
     return b"$%d\r\n%s\r\n" % (len(encoded), encoded)
 
 

@@ -30,7 +30,7 @@ from lmcache_store.tiers.base import Loaded, ObjectId, RowKey
 from lmcache_store.tiers.circuit import JointHealth
 from lmcache_store.tiers.encryption.pieces import Cipher
 from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError, ServerError, TierUnavailableError
-from lmcache_store.tiers.remote import objects
+from lmcache_store.tiers.remote import marks, objects
 from lmcache_store.tiers.remote.address import Address, AddressKind, Endpoint, Tls
 from lmcache_store.tiers.remote.cluster import RedisCluster
 from lmcache_store.tiers.remote.resp import Reply, RespConnection
@@ -244,6 +244,26 @@ class RemoteTier:
                     if is_owner and reply == 0
                 }
         return absent
+
+    def exchange_marks(
+        self, namespace: bytes, added: bytes, now: int, capacity: int, query: marks.MarksQuery
+    ) -> bytes:
+        """Add marks of documents and read marks, packed 64-bit numbers; see ``marks.exchange``.
+
+        Raises TierError."""
+        name = marks.set_name(self.address.prefix, namespace, self._format)
+        members = self._format.pack_marks(namespace, added)
+        for server in self._candidates(ObjectId(marks.row_key_of(namespace), 0)):
+            try:
+                read = self._run(server, lambda c: marks.exchange(c, name, members, now, capacity, query))
+            except ServerError as error:
+                if self._topology.learn(error, server):
+                    continue
+                raise
+            if read is not None:
+                return self._format.parse_marks(namespace, read)
+            break
+        raise TierUnavailableError(f"remote tier {self.address}: the server of {name} is unavailable")
 
     def check(self) -> None:
         """See LowerTier. A server that does not answer is logged, and its circuit opens."""

@@ -13,7 +13,14 @@ from typing import TypeAlias
 import xxhash
 
 from lmcache_store.tiers.base import ObjectId, RowKey
-from lmcache_store.tiers.encryption.pieces import OVERHEAD_BYTES, Cipher, PiecePlace, stored_key
+from lmcache_store.tiers.encryption.pieces import (
+    ENCRYPTED_MARK_BYTES,
+    MARK_BYTES,
+    OVERHEAD_BYTES,
+    Cipher,
+    PiecePlace,
+    stored_key,
+)
 from lmcache_store.tiers.errors import InvalidObjectError
 from lmcache_store.tiers.header import HEADER_BYTES, Buffer, Header, parse_of
 
@@ -48,6 +55,14 @@ class PlainValues:
     def pack_piece(self, place: PiecePlace, piece: memoryview) -> Sequence[Buffer]:
         """Return the value of a piece, in buffers that are valid until the next call in this thread."""
         return [piece, seal_of(place.object_id, place.total_bytes, place.start, piece)]
+
+    def pack_marks(self, namespace: bytes, marks: bytes) -> Sequence[bytes]:
+        """Return the members of a set of marks. ``marks``: packed 64-bit numbers."""
+        return _split(marks, MARK_BYTES)
+
+    def parse_marks(self, namespace: bytes, members: Sequence[bytes]) -> bytes:
+        """Return the packed marks of valid members."""
+        return b"".join(member for member in members if len(member) == MARK_BYTES)
 
     def buffers(self, piece: memoryview) -> Sequence[memoryview]:
         """Return the memory into which to read the value of a piece that has the length of ``piece``."""
@@ -98,6 +113,15 @@ class EncryptedValues:
         self._cipher.encrypt(place, piece, value)
         return [value]
 
+    def pack_marks(self, namespace: bytes, marks: bytes) -> Sequence[bytes]:
+        """See PlainValues."""
+        return _split(self._cipher.encrypt_marks(namespace, marks), ENCRYPTED_MARK_BYTES)
+
+    def parse_marks(self, namespace: bytes, members: Sequence[bytes]) -> bytes:
+        """See PlainValues."""
+        encrypted = (member for member in members if len(member) == ENCRYPTED_MARK_BYTES)
+        return self._cipher.decrypt_marks(namespace, b"".join(encrypted))
+
     def buffers(self, piece: memoryview) -> Sequence[memoryview]:
         """See PlainValues."""
         return [self._cipher.buffer(len(piece) + OVERHEAD_BYTES)]
@@ -110,6 +134,10 @@ class EncryptedValues:
 ValueFormat: TypeAlias = PlainValues | EncryptedValues
 """How the pieces and markers of a tier are written and read."""
 PLAIN: ValueFormat = PlainValues()
+
+
+def _split(packed: bytes, item_bytes: int) -> list[bytes]:
+    return [packed[start : start + item_bytes] for start in range(0, len(packed), item_bytes)]
 
 
 def seal_of(object_id: ObjectId, total_bytes: int, start: int, piece: memoryview) -> bytes:

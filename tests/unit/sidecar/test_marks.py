@@ -1,0 +1,207 @@
+"""Tables of documents' marks, and their exchange with other pods."""
+
+import logging
+import math
+import struct
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_client.rpc import service
+from lmcache_sidecar import marks_exchange
+from lmcache_sidecar.marks import MAX_NAMESPACES, MarkTable, MarkTables, Place
+from lmcache_sidecar.marks_exchange import MarksExchange
+from lmcache_store.tiers.errors import ServerError, TierUnavailableError
+from tests.harness.loops import in_a_loop
+
+PLACE = Place(b"n" * 32, is_private=False)
+PRIVATE = Place(b"n" * 32, is_private=True)
+MANY = 16
+
+
+def array(*marks: int) -> np.ndarray:
+    return np.array(marks, np.uint64)
+
+
+def pack(*marks: int) -> bytes:
+    return struct.pack(f"<{len(marks)}Q", *marks)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Tables of at most 16 marks, and pages of 5."""
+    with monkeypatch.context() as patch:
+        patch.setattr(service, "MAX_MARKS", MANY)
+        patch.setattr(service, "MAX_MARKS_PER_CALL", 5)
+        yield
+
+
+@given(st.lists(st.lists(st.integers(0, 40), max_size=24), max_size=12), st.integers(1, 1 << 63))
+@pytest.mark.usefixtures("small")
+def test_table_is_a_bounded_list_without_repetitions(calls, first):
+    """A reader that asks after each call receives each new mark once, in order."""
+    table, model, received, since = MarkTable(first), deque[int](), [], 0
+    added: list[int] = []
+    for marks in calls:
+        new = [mark for mark in dict.fromkeys(marks[-MANY:]) if mark not in model]
+        assert table.add(array(*marks)).tolist() == new
+        added += new
+        model.extend(new)
+        if len(model) > MANY:
+            while len(model) > MANY * 7 // 8:
+                model.popleft()
+        assert len(table) == len(model)
+        page = [0] * service.MAX_MARKS_PER_CALL
+        while len(page) == service.MAX_MARKS_PER_CALL:
+            page, since = (table.since(since)[0].tolist(), table.since(since)[1])
+            received += page
+        assert received[len(received) - len(model) :] == list(model)
+        assert table.since(0)[0].tolist() == list(model)[:5]
+        assert sorted(table.unknown_to(array(*range(20)))) == sorted(mark for mark in model if mark >= 20)
+    assert not len(table.since((1 << 64) - 1)[0])
+
+
+def test_marks_of_a_dropped_table_are_not_confused_with_new_ones():
+    tables = MarkTables()
+    tables.table(PLACE).add(array(1, 2, 3))
+    _, since = tables.table(PLACE).since(0)
+    for number in range(MAX_NAMESPACES):
+        tables.table(Place(bytes([number]) * 32, is_private=False))
+    assert len(tables) == 0
+    tables.table(PLACE).add(array(4))
+    assert tables.table(PLACE).since(since)[0].tolist() == [4]
+
+
+def test_least_recently_used_table_is_dropped():
+    tables = MarkTables()
+    for number in range(MAX_NAMESPACES):
+        tables.table(Place(bytes([number]) * 32, is_private=False)).add(array(number))
+    tables.table(Place(bytes(32), is_private=False))
+    tables.table(PLACE)
+    assert len(tables.table(Place(bytes(32), is_private=False))) == 1
+    assert len(tables.table(Place(bytes([1]) * 32, is_private=False))) == 0
+
+
+class TierDouble:
+    """The remote tier of pods that share ``stored``, marks with their scores."""
+
+    address = "redis.test:6379"
+
+    def __init__(self) -> None:
+        self.stored: dict[int, int] = {}
+        self.calls: list[tuple[list[int], int, int]] = []  # added, since, most
+        self.error: Exception | None = None
+
+    def exchange_marks(self, namespace, added, now, capacity, query) -> bytes:
+        marks = list(struct.unpack(f"<{len(added) // 8}Q", added))
+        self.calls.append((marks, *query))
+        if self.error is not None:
+            raise self.error
+        self.stored |= dict.fromkeys(marks, now)
+        marks = [mark for mark, score in self.stored.items() if score >= query.since]
+        return pack(*marks[-query.most :])
+
+
+class Pod:
+    """The tables of a sidecar, and their exchange."""
+
+    def __init__(self, tier: TierDouble) -> None:
+        self.tables = MarkTables()
+        self.exchange = MarksExchange(self.tables, tier)
+
+    def share(self, *marks: int, place: Place = PLACE) -> list[int]:
+        table = self.tables.table(place)
+        table.add_of_engine(array(*marks))
+        return table.since(0)[0].tolist()
+
+
+@in_a_loop
+async def test_pods_exchange_marks():
+    tier = TierDouble()
+    first, second = Pod(tier), Pod(tier)
+    first.share(1, 2)
+    assert await first.exchange.step() == 5
+    second.share()
+    await second.exchange.step()
+    assert second.share(3) == [1, 2, 3]
+    await second.exchange.step()
+    first.share()
+    await first.exchange.step()
+    assert first.share() == [1, 2, 3]
+    assert [added for added, *_ in tier.calls] == [[1, 2], [], [3], []], "each mark is sent once"
+    assert [since > 0 for _, since, _ in tier.calls] == [False, False, True, True], "all marks are read once"
+
+
+@in_a_loop
+async def test_private_marks_and_idle_namespaces_are_not_exchanged():
+    tier = TierDouble()
+    pod = Pod(tier)
+    assert pod.share(1, place=PRIVATE) == [1]
+    assert not pod.tables.asked.is_set()
+    await pod.exchange.step()
+    assert tier.calls == []
+    assert pod.share(2) == [2]
+    assert pod.tables.asked.is_set()
+    await pod.exchange.step()
+    assert not pod.tables.asked.is_set()
+    await pod.exchange.step()
+    assert [added for added, *_ in tier.calls] == [[2]]
+
+
+@in_a_loop
+async def test_marks_are_sent_again_after_a_failure_and_after_redis_lost_them(caplog):
+    tier = TierDouble()
+    pod = Pod(tier)
+    tier.error = TierUnavailableError("down")
+    pauses = []
+    for _ in range(3):
+        pod.share(1)
+        pauses.append(await pod.exchange.step())
+    assert pauses == [5, 10, 20]
+    assert not caplog.records, "the tier logs an outage"
+    tier.error = None
+    pod.share()
+    assert await pod.exchange.step() == 5
+    assert tier.stored.keys() == {1}
+    tier.stored.clear()
+    pod.tables.table(PLACE).next_all = -math.inf  # ten minutes later
+    for _ in range(2):
+        pod.share()
+        await pod.exchange.step()
+    assert tier.stored.keys() == {1}
+
+
+@in_a_loop
+async def test_refusal_is_logged_once_with_the_remedy(caplog):
+    tier = TierDouble()
+    pod = Pod(tier)
+    tier.error = ServerError("NOPERM this user has no permissions to run the 'zadd' command")
+    for _ in range(3):
+        pod.share(1)
+        await pod.exchange.step()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().endswith(
+        "'zadd' command. Grant the Redis user +zadd +zremrangebyrank +expire +zrevrangebyscore"
+    )
+    assert not record.exc_info
+    tier.error = None
+    pod.share()
+    assert await pod.exchange.step() == marks_exchange._PAUSE_SECONDS
+
+
+@in_a_loop
+async def test_bug_in_an_exchange_is_logged_and_the_next_one_works(caplog):
+    tier = TierDouble()
+    pod = Pod(tier)
+    tier.error = RuntimeError("boom")
+    pod.share(1)
+    await pod.exchange.step()
+    assert caplog.records[0].exc_info
+    tier.error = None
+    pod.share()
+    await pod.exchange.step()
+    assert tier.stored.keys() == {1}
