@@ -22,7 +22,7 @@ MAX_NAMESPACES = 16
 Marks: TypeAlias = npt.NDArray[np.uint64]
 
 
-class Place(NamedTuple):
+class MarkScope(NamedTuple):
     """Engines that share marks."""
 
     namespace: bytes
@@ -102,7 +102,7 @@ class MarkTables:
     """The tables of all places."""
 
     def __init__(self) -> None:
-        self._tables: dict[Place, MarkTable] = {}  # the least recently used first
+        self._tables: dict[MarkScope, MarkTable] = {}  # the least recently used first
         self.asked = asyncio.Event()
         """Set while ``take_asked`` would return a table."""
         self._next = 1  # sequence numbers are not used again: an engine may continue from a dropped table
@@ -110,7 +110,7 @@ class MarkTables:
     def __len__(self) -> int:
         return sum(map(len, self._tables.values()))
 
-    def table(self, place: Place) -> MarkTable:
+    def table(self, place: MarkScope) -> MarkTable:
         """Return the table of a place for a call of an engine; an empty one if the place has none."""
         table = self._tables.pop(place, None) or MarkTable(self._next)
         self._tables[place] = table

@@ -64,8 +64,8 @@ class MarksExchange:
     async def _exchange(self, namespace: bytes, table: MarkTable) -> None:
         began, now = time.monotonic(), time.time()
         is_all = began >= table.next_all
-        since, most = table.exchanged_at - _OVERLAP_SECONDS, _MAX_NEW_MARKS
-        query = MarksQuery(0, service.MAX_MARKS) if is_all else MarksQuery(int(since), most)
+        since = int(table.exchanged_at - _OVERLAP_SECONDS)
+        query = MarksQuery(0, service.MAX_MARKS) if is_all else MarksQuery(since, _MAX_NEW_MARKS)
         unsent = table.take_unsent()
         try:
             packed = await asyncio.to_thread(

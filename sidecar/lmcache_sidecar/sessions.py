@@ -22,7 +22,7 @@ from lmcache_sidecar.copiers.copier import SidecarCopier
 from lmcache_sidecar.explain.causes import Causes, UncountedRequest, find_blocking
 from lmcache_sidecar.explain.requests import RequestEngine
 from lmcache_sidecar.explain.sources import find_sources
-from lmcache_sidecar.marks import MarkTables, Place
+from lmcache_sidecar.marks import MarkScope, MarkTables
 from lmcache_sidecar.samples import LookupSampler
 from lmcache_store.tiers.errors import ArenaError, StaleSlotError
 from lmcache_store.tiers.memory.arena import ArenaFile
@@ -267,7 +267,7 @@ class Sessions:
         """Add marks of documents, and return those that the client does not have."""
         client = self.clients.caller(request)
         marks = validation.parse_marks(request.marks)
-        table = self.marks.table(Place(client.peer.hello.namespace, bool(client.private_reason)))
+        table = self.marks.table(MarkScope(client.peer.hello.namespace, bool(client.private_reason)))
         table.add_of_engine(marks)
         page, since = table.since(request.since)
         return pb.ShareMarksReply(marks=page.tobytes(), since=since)

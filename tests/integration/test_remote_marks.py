@@ -38,9 +38,9 @@ def pack(*marks: int) -> bytes:
 
 
 def share(
-    tier: RemoteTier, *added: int, now: int = NOW, since: int = 0, most: int = CAPACITY, keep: int = CAPACITY
+    tier: RemoteTier, *added: int, now: int = NOW, since: int = 0, limit: int = CAPACITY, keep: int = CAPACITY
 ) -> list[int]:
-    packed = tier.exchange_marks(NAMESPACE, pack(*added), now, keep, MarksQuery(since, most))
+    packed = tier.exchange_marks(NAMESPACE, pack(*added), now, keep, MarksQuery(since, limit))
     return list(struct.unpack(f"<{len(packed) // 8}Q", packed))
 
 
@@ -79,7 +79,7 @@ def test_redis_keeps_the_newest_marks(tiers, redis):
     share(tier, *range(100), keep=60)
     assert redis.zcard(NAME) == 60
     assert share(tier, 500, now=NOW + 1, keep=60)[-1] == 500
-    assert share(tier, most=1) == [500], "of too many, the newest are read"
+    assert share(tier, limit=1) == [500], "of too many, the newest are read"
 
 
 def test_of_many_planted_members_the_newest_are_read(tiers, redis):

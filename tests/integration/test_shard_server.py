@@ -19,6 +19,7 @@ from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.errors import ServerError, TierUnavailableError
 from lmcache_store.tiers.probing import num_leading
 from lmcache_store.tiers.remote.address import Address, AddressKind, Endpoint
+from lmcache_store.tiers.remote.marks import MarksQuery
 from lmcache_store.tiers.remote.resp import RespConnection
 from lmcache_store.tiers.remote.tier import RemoteTier
 from lmcache_store.tiers.remote.topology import ShardList
@@ -92,6 +93,7 @@ def test_sidecar_has_the_rights_that_it_needs(host, shard):
     assert load(remote) == pattern(5 << 20)
     assert num_leading(remote, [KEY], 1) == 1
     assert remote.touch([KEY], 1) == set()
+    assert remote.exchange_marks(KEY[:32], b"mark___1", 1, 9, MarksQuery(0, 9)) == b"mark___1"
     remote.check()
     assert remote.used_bytes > 5 << 20
     remote.close()

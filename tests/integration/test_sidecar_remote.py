@@ -56,6 +56,25 @@ def test_private_rows_are_not_written_through_and_others_of_their_namespace_are(
             wait_until(lambda: num_stored(server) == 1)
 
 
+def test_sidecars_share_marks_of_documents_and_none_of_private_namespaces(server, sidecar):
+    mark, private_mark, since = b"mark___1", b"mark___2", 0
+    with (
+        session_of(sidecar, engine_uuid=b"p" * 16, private_reason="random hash seed") as private,
+        session_of(sidecar) as first,
+        SidecarProcess(remote_url=server.unix_url) as other_sidecar,
+        session_of(other_sidecar) as second,
+    ):
+        assert private.share_marks(private_mark, 0).marks == private_mark
+        assert first.share_marks(mark, 0).marks == mark
+        wait_until(lambda: num_stored(server) == 1)
+        wait_until(lambda: second.share_marks(b"", since).marks == mark)
+        assert private.share_marks(b"", 0).marks == private_mark
+        assert first.share_marks(b"", 0).marks == mark
+        (name,) = server.client.keys()
+        assert server.client.zrange(name, 0, -1) == [mark]
+        assert [each.stats()["num_document_marks"] for each in (sidecar, other_sidecar)] == [2, 1]
+
+
 def test_rows_that_redis_finds_after_the_engine_went_on_are_too_late(server):
     """The sidecar's memory and history are new, so it knows these rows only from the answer of Redis."""
     with SidecarProcess(remote_url=server.unix_url, remote_timeout_seconds=30) as sidecar:

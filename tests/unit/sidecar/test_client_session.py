@@ -14,12 +14,13 @@ from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_client.rpc import service
 from lmcache_client.rpc.attachment import Attachment, hello_message
 from lmcache_client.rpc.client import SidecarClient
-from lmcache_client.rpc.errors import EngineCopiesError, SidecarUnavailableError
+from lmcache_client.rpc.errors import EngineCopiesError, RpcRefusedError, SidecarUnavailableError
 from lmcache_client.rpc.open_copies import OpenCopies
 from lmcache_client.rpc.session import BlockCopy, SidecarSession
 from lmcache_sidecar.clients.validation import parse_hello
 from lmcache_store.tiers.memory.contracts import LookupResult, Slot
 from tests.harness.sidecar.wire import make_hello
+from tests.harness.tiers.remote_objects import pattern
 
 
 class CallError(grpc.RpcError):
@@ -43,6 +44,7 @@ class Channel:
         self.error = None
         self.looked_up = []  # (group, number of keys) of the last lookup
         self.copies = []
+        self.marks = bytearray()  # of all calls
 
     def unary_unary(self, path, request_serializer, response_deserializer):
         def call(request, timeout):
@@ -52,6 +54,11 @@ class Channel:
                 self.copies.append(request)
                 num_slots = sum(len(copies.slots) // service.SLOT_BYTES for copies in request.groups)
                 return pb.CopyBlocksReply(copied=[True] * num_slots)
+            if isinstance(request, pb.ShareMarksRequest):
+                self.marks += request.marks
+                start = 8 * request.since
+                page = bytes(self.marks[start : start + 8 * service.MAX_MARKS_PER_CALL])
+                return pb.ShareMarksReply(marks=page, since=request.since + len(page) // 8)
             if isinstance(request, pb.ReleaseRequest):
                 self.released += request.request_ids
             if isinstance(request, pb.LookupRequest):
@@ -224,3 +231,34 @@ def test_cache_that_is_off_is_reported_every_ten_minutes(caplog, monkeypatch):
     assert attached == "LMCache Cluster is on. Attached to the sidecar at /nonexistent/kvcache.sock, epoch 7"
     assert "is OFF" in off
     assert len(again) == 2, "a reason is reported again after an attach"
+
+
+@pytest.mark.parametrize("num_sent", [0, 1, 3, 6, 7])
+@pytest.mark.parametrize("num_known", [0, 2, 3, 9])
+def test_marks_are_sent_and_received_in_pages(client, monkeypatch, num_sent, num_known):
+    monkeypatch.setattr(service, "MAX_MARKS_PER_CALL", 3)
+    known, sent = pattern(8 * num_known), pattern(8 * num_sent)[::-1]
+    channel = Channel()
+    channel.marks += known
+    session = attach(client, channel)
+    shared = session.share_marks(sent, 0)
+    assert (shared.marks, shared.since) == (known + sent, num_known + num_sent)
+    assert session.share_marks(b"", shared.since) == (b"", shared.since)
+
+
+def test_sidecar_that_answers_without_end_is_not_asked_without_end(client, monkeypatch):
+    monkeypatch.setattr(service, "MAX_MARKS_PER_CALL", 1)
+    monkeypatch.setattr(service, "MAX_MARKS", 4)
+    channel = Channel()
+    channel.marks += bytes(8 * 100)
+    assert attach(client, channel).share_marks(b"", 0) == (bytes(8 * 4), 4)
+
+
+def test_older_sidecar_refuses_marks(client):
+    channel = Channel()
+    session = attach(client, channel)
+    channel.error = CallError(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+    with pytest.raises(RpcRefusedError, match="Method not found") as caught:
+        session.share_marks(b"", 0)
+    assert caught.value.code is grpc.StatusCode.UNIMPLEMENTED
+    assert not session.is_over

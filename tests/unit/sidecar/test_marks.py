@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from lmcache_client.rpc import service
 from lmcache_sidecar import marks_exchange
-from lmcache_sidecar.marks import MAX_NAMESPACES, MarkTable, MarkTables, Place
+from lmcache_sidecar.marks import MAX_NAMESPACES, MarkScope, MarkTable, MarkTables
 from lmcache_sidecar.marks_exchange import MarksExchange
 from lmcache_store.tiers.errors import ServerError, TierUnavailableError
 from tests.harness.loops import in_a_loop
 
-PLACE = Place(b"n" * 32, is_private=False)
-PRIVATE = Place(b"n" * 32, is_private=True)
+PLACE = MarkScope(b"n" * 32, is_private=False)
+PRIVATE = MarkScope(b"n" * 32, is_private=True)
 MANY = 16
 
 
@@ -69,7 +69,7 @@ def test_marks_of_a_dropped_table_are_not_confused_with_new_ones():
     tables.table(PLACE).add(array(1, 2, 3))
     _, since = tables.table(PLACE).since(0)
     for number in range(MAX_NAMESPACES):
-        tables.table(Place(bytes([number]) * 32, is_private=False))
+        tables.table(MarkScope(bytes([number]) * 32, is_private=False))
     assert len(tables) == 0
     tables.table(PLACE).add(array(4))
     assert tables.table(PLACE).since(since)[0].tolist() == [4]
@@ -78,11 +78,11 @@ def test_marks_of_a_dropped_table_are_not_confused_with_new_ones():
 def test_least_recently_used_table_is_dropped():
     tables = MarkTables()
     for number in range(MAX_NAMESPACES):
-        tables.table(Place(bytes([number]) * 32, is_private=False)).add(array(number))
-    tables.table(Place(bytes(32), is_private=False))
+        tables.table(MarkScope(bytes([number]) * 32, is_private=False)).add(array(number))
+    tables.table(MarkScope(bytes(32), is_private=False))
     tables.table(PLACE)
-    assert len(tables.table(Place(bytes(32), is_private=False))) == 1
-    assert len(tables.table(Place(bytes([1]) * 32, is_private=False))) == 0
+    assert len(tables.table(MarkScope(bytes(32), is_private=False))) == 1
+    assert len(tables.table(MarkScope(bytes([1]) * 32, is_private=False))) == 0
 
 
 class TierDouble:
@@ -92,7 +92,7 @@ class TierDouble:
 
     def __init__(self) -> None:
         self.stored: dict[int, int] = {}
-        self.calls: list[tuple[list[int], int, int]] = []  # added, since, most
+        self.calls: list[tuple[list[int], int, int]] = []  # added, since, limit
         self.error: Exception | None = None
 
     def exchange_marks(self, namespace, added, now, capacity, query) -> bytes:
@@ -102,7 +102,7 @@ class TierDouble:
             raise self.error
         self.stored |= dict.fromkeys(marks, now)
         marks = [mark for mark, score in self.stored.items() if score >= query.since]
-        return pack(*marks[-query.most :])
+        return pack(*marks[-query.limit :])
 
 
 class Pod:
@@ -112,7 +112,7 @@ class Pod:
         self.tables = MarkTables()
         self.exchange = MarksExchange(self.tables, tier)
 
-    def share(self, *marks: int, place: Place = PLACE) -> list[int]:
+    def share(self, *marks: int, place: MarkScope = PLACE) -> list[int]:
         table = self.tables.table(place)
         table.add_of_engine(array(*marks))
         return table.since(0)[0].tolist()

@@ -20,6 +20,7 @@ _UID = 999
 _RUN_DIR = "/run/lmcache"
 _RIGHTS = (
     "~lmc1:* resetchannels -@all +hset +hget +hmget +hexists +unlink +ping +info "
+    "+zadd +zremrangebyrank +expire +zrevrangebyscore "
     "+get +set +exists +touch"  # for sidecars of earlier releases, until their pods are replaced
 )
 """ACL rules for sidecars: the commands that they use, on keys with their prefix

@@ -26,6 +26,7 @@ The user needs the commands HSET, HGET, HMGET, HEXISTS and PING. In addition:
 - if ``db`` is not 0: SELECT
 - INFO (optional) shows the tier how long a server keeps values.
 - UNLINK (optional) deletes a row that the server evicted while the tier wrote it.
+- ZADD, ZREMRANGEBYRANK, EXPIRE and ZREVRANGEBYSCORE (optional) share marks of documents (``marks.py``).
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ _EXPIRE_SECONDS = 30 * 24 * 3600
 
 
 class MarksQuery(NamedTuple):
-    """The marks to read: those with a score of ``since`` or more, the ``most`` newest ones."""
+    """The marks to read: those with a score of ``since`` or more, the ``limit`` newest ones."""
 
     since: int
-    most: int
+    limit: int
 
 
 def row_key_of(namespace: bytes) -> RowKey:
@@ -77,9 +77,9 @@ def _call_all(connection: RespConnection, *commands: Sequence[str | bytes]) -> N
 
 def _read(connection: RespConnection, name: str, query: MarksQuery) -> list[bytes]:
     members: list[bytes] = []
-    while (wanted := min(_BATCH, query.most - len(members))) > 0:
-        limit = "LIMIT", str(len(members)), str(wanted)
-        connection.ask([("ZREVRANGEBYSCORE", name, "+inf", str(query.since), *limit)])
+    while (wanted := min(_BATCH, query.limit - len(members))) > 0:
+        page_limit = "LIMIT", str(len(members)), str(wanted)
+        connection.ask([("ZREVRANGEBYSCORE", name, "+inf", str(query.since), *page_limit)])
         try:
             page = connection.read_strings(wanted, _MAX_MEMBER_BYTES)
         except InvalidObjectError:

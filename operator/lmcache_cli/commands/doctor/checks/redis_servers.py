@@ -26,7 +26,8 @@ _GUIDE = f"{DOCS}/guides/sidecar.md#redis"
 _REFUSALS: Mapping[str, tuple[str, str]] = {
     "NOPERM": (
         "The Redis user lacks rights, so it refuses rows",
-        "Grant the user ~lmc1:* +hset +hget +hmget +hexists +unlink +ping +info.",
+        "Grant the user ~lmc1:* +hset +hget +hmget +hexists +unlink +ping +info"
+        " +zadd +zremrangebyrank +expire +zrevrangebyscore.",
     ),
     "OOM": (
         "Redis is full and evicts nothing, so it refuses rows",
