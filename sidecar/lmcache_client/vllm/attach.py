@@ -52,8 +52,8 @@ class VLLMSettings:
     kv_cache_layout: str | None = options.setting(None, options.one_of("LBHNC", "LBNHC", "BLHNC", "BLNHC"))
     """Order of layers, blocks, heads, tokens and content in device memory to require from the engine. If
     blocks come first, a block is one piece. None: the engine's default."""
-    blend: str = options.setting("off", options.one_of("off", "request"))
-    """Prompts that are blended: none, or those of requests that ask for it."""
+    blend: str = options.setting("off", options.one_of("off", "request", "auto"))
+    """Prompts that are blended: none, those of requests that ask for it, or all with known documents."""
     blend_selection: str = options.setting("attended", options.one_of(*selection.NAMES))
     """How the tokens to recompute are selected, unless the request says it."""
     blend_ratio: float = options.setting(0.15, options.number(float, 0, 1, "a number from 0 to 1"))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 from lmcache_client.core.blend_jobs import Blended
 from lmcache_client.core.jobs import WorkerReport
+from lmcache_client.core.requests import Ticket
 from lmcache_client.vllm.attach import VLLMSettings
 from lmcache_client.vllm.blend import documents
 from lmcache_client.vllm.blend.scheduler import BlendingScheduler
@@ -18,6 +19,8 @@ from tests.harness.sidecar.wire import NAMESPACE
 BLENDING = replace(IDENTITY, can_blend=True)
 STEP_TOKENS = 1000
 NO_SEPARATOR = Separator()
+FIND = {"lmcache": {"blend": True}}
+"""Parameters of a request whose documents the engine must find."""
 
 
 def fake_hashes(tokens, salt=None):
@@ -84,7 +87,7 @@ class BlendRig(Rig):
         super().__init__(
             identity,
             make=BlendingScheduler,
-            blend=VLLMSettings(blend="request", blend_min_tokens=100, **settings),
+            blend=VLLMSettings(**({"blend": "request", "blend_min_tokens": 100} | settings)),
             separator=separator,
             hash_algorithm="sha256",
             step_tokens=STEP_TOKENS,
@@ -104,6 +107,18 @@ class BlendRig(Rig):
         blend = {"documents": [200, 200]} if blend is None else blend
         request = self.arrive(FakeRequest(tokens, request_id, blend, **fields))
         return request, self.match(request, computed)
+
+    def learn(self, *numbers, num_tokens=200, salt="", is_stored=True):
+        """Let the engine know documents, whose rows the sidecar holds by default."""
+        for number in numbers:
+            tokens, ticket = document(number, num_tokens), Ticket("", [], self.scheduler._namespace, salt)
+            self.scheduler._known.learn(tokens, num_tokens, ticket)
+            if is_stored:
+                self.store_rows(tokens, salt=salt)
+
+    def send(self, tokens, request_id="r", params=FIND, **fields):
+        """Let a request with these ``kv_transfer_params`` arrive. Returns it."""
+        return self.arrive(FakeRequest(tokens, request_id, kv_transfer_params=params, **fields))
 
     def blending(self, request_id="r", computed=0, first_block=100, **fields):
         """Let a request arrive whose prompt is blended. Returns it, and its job."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ class SessionDouble:
         self.private_reason = ""  # of the last lookup
         self.scheduled: list[tuple[str, int, Scheduled]] = []  # id, number of keys, report
         self.times: list[RequestTimes] = []
+        self.marks = b""  # of documents, from all calls
         self.memory_only = False
         self.is_down = False
         self.is_copying = False
@@ -148,6 +150,12 @@ class SessionDouble:
         self.rows[key] = slot = Slot(self._next_row, 1)
         self._next_row += 1
         return Reservation(Reserved.SLOT, slot)
+
+    def share_marks(self, marks: bytes, since: int, timeout: float | None = None) -> Any:
+        """Take the marks. No other engine shares any."""
+        self._check_up()
+        self.marks += marks
+        return SimpleNamespace(marks=b"", since=since)
 
     def _check_up(self) -> None:
         if self.is_down:

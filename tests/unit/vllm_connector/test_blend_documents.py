@@ -29,11 +29,12 @@ def rows(num_rows):
     return Found(np.arange(num_rows), np.ones(num_rows, np.uint64))
 
 
-def claim(*lengths, known, start=0, begin=0, exact=0, min_tokens=1):
+def claim(*lengths, known, start=0, begin=0, exact=0, min_tokens=1, question=20, is_detected=False):
     """The claim of documents of these lengths, of which ``known`` rows are stored."""
     edges = np.cumsum([start, *lengths]).tolist()
-    params = BlendParams(tuple(map(range, edges, edges[1:])), "attended", 0.15)
-    return find_claim(params, GRID, begin, rows(exact), list(map(rows, known)), min_tokens)
+    params = BlendParams(tuple(map(range, edges, edges[1:])), "attended", 0.15, is_detected)
+    num_tokens = edges[-1] + question
+    return find_claim(params, GRID, begin, rows(exact), list(map(rows, known)), min_tokens, num_tokens)
 
 
 def places(result):
@@ -120,6 +121,41 @@ def test_documents_without_rows_and_identical_documents_are_fine():
 def test_prompt_is_blended_if_enough_is_known_that_only_blending_reuses(case, min_tokens, is_claimed):
     lengths = (180, 200) if case["known"] == (0, 4) else (200, 200)
     assert (claim(*lengths, min_tokens=min_tokens, **case) is not None) is is_claimed
+
+
+def test_documents_that_were_found_are_the_tokens_with_stored_kv():
+    """The rest of the prompt may be text of any kind."""
+    result = claim(200, 300, 100, known=(4, 3, 0), start=40, is_detected=True)
+    assert places(result) == [(40, 40, 232, 4), (240, 240, 432, 3)]
+    assert result.params.documents == (range(40, 232), range(240, 432))
+    assert result.num_rows == (4, 3, 0)
+
+
+def test_exact_kv_is_no_part_of_documents_that_were_found():
+    result = claim(200, 200, 200, known=(4, 4, 4), exact=5, is_detected=True)
+    assert places(result) == [(0, 0, 320, 5), (200, 320, 392, 4), (400, 400, 592, 4)]
+    assert result.params.documents == (range(320, 392), range(400, 592))
+    assert result.num_rows == (0, 4, 4)
+    assert (result.num_document_tokens, result.num_exact_in_documents) == (264, 0)
+
+
+@pytest.mark.parametrize(
+    ("case", "is_claimed"),
+    [
+        ({"known": (4, 4), "question": 368}, True),  # 384 of 768 tokens lack
+        ({"known": (4, 4), "question": 369}, False),
+        ({"known": (4, 4), "start": 384, "exact": 6, "question": 364}, True),
+        ({"known": (4, 4), "start": 384, "begin": 384, "question": 364}, True),
+        ({"known": (4, 4), "start": 384}, False),  # nobody has the first 384 tokens
+        ({"known": (4, 0)}, False),  # a prefix
+        ({"known": (0, 0)}, False),
+        ({"known": (4, 4), "begin": 416}, False),
+        ({"known": (4, 4), "min_tokens": 192}, True),
+        ({"known": (4, 4), "min_tokens": 193}, False),
+    ],
+)
+def test_half_of_all_tokens_must_be_known_if_the_engine_has_found_the_documents(case, is_claimed):
+    assert (claim(200, 200, is_detected=True, **case) is not None) is is_claimed
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,44 @@ def test_nothing_is_blended_without_documents(params):
     assert read_blend(params, range(100), *SETTINGS) is None
 
 
+@pytest.mark.parametrize("blend", [True, {}, {"selection": "attended", "ratio": 0.15}])
+def test_documents_that_are_not_named_are_to_be_found(blend):
+    assert read(blend) == BlendParams((), "attended", 0.15, is_detected=True)
+
+
+def test_documents_to_find_have_the_selection_and_ratio_of_the_request():
+    assert read({"selection": "first", "ratio": 0}) == BlendParams((), "first", 0.0, is_detected=True)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        {},
+        {"do_remote_decode": True},
+        {"lmcache": {"blend": None}},
+        {"lmcache": 5},
+        {"lmcache": {"document": False, "namespace": "00", "num_tokens": 5}},
+    ],
+)
+def test_auto_finds_documents_of_requests_that_say_nothing(params):
+    assert read_blend(params, range(100), *SETTINGS, is_auto=True) == read(True)
+
+
+@pytest.mark.parametrize(
+    "section", [{"blend": False}, {"document": True}, {"blend": False, "document": True}]
+)
+def test_auto_finds_no_documents_in_documents_and_where_the_request_forbids_it(section):
+    assert read_blend({"lmcache": section}, range(100), *SETTINGS, is_auto=True) is None
+
+
+def test_auto_does_not_change_what_requests_say():
+    params = {"lmcache": {"blend": {"documents": [30]}, "document": True}}
+    assert read_blend(params, range(100), *SETTINGS, is_auto=True) == read({"documents": [30]})
+    with pytest.raises(ParamsError, match="document must be true or false, not 1"):
+        read_blend({"lmcache": {"document": 1}}, range(100), *SETTINGS, is_auto=True)
+
+
 @pytest.mark.parametrize(
     ("tokens", "documents"),
     [
@@ -108,13 +146,14 @@ def test_selection_and_ratio_of_the_request_replace_the_settings():
 @pytest.mark.parametrize(
     ("blend", "field", "message"),
     [
-        (True, "blend", "must be an object with documents, starts or separator, not True"),
+        (1, "blend", "must be true, false or an object with documents, starts or separator, not 1"),
+        ("true", "blend", "must be true, false or an object with documents, starts or separator, not 'true'"),
         (
             [[[30]]],
             "blend",
-            "must be an object with documents, starts or separator, not a value of type list",
+            "must be true, false or an object with documents, starts or separator, not a value",
         ),
-        ({}, "blend", "must have one of documents, starts or separator"),
+        ({"start": 5}, "blend", "must have one of documents, starts or separator"),
         ({"separator": False}, "blend", "must have one of documents, starts or separator"),
         ({"documents": [30], "starts": [0, 30]}, "blend", "must have one of documents, starts or separator"),
         ({"separator": "###"}, "separator", "must be true or false, not '###'"),
@@ -144,6 +183,8 @@ def test_selection_and_ratio_of_the_request_replace_the_settings():
         ({"starts": [30, 20]}, "starts", "must be in ascending order"),
         ({"starts": [0, 20], "start": 3}, "start", "must be left out if there are starts"),
         ({"documents": [0] * (MAX_DOCUMENTS + 1)}, "documents", "must have at most 256 documents, not 257"),
+        ({"selection": "best"}, "selection", "must be one of attended, deviation, first"),
+        ({"ratio": 15}, "ratio", "must be a number from 0 to 1, not 15"),
         ({"documents": [30], "selection": "best"}, "selection", "must be one of attended, deviation, first"),
         ({"documents": [30], "selection": ["attended"]}, "selection", "not a value of type list"),
         ({"documents": [30], "ratio": True}, "ratio", "must be a number from 0 to 1, not True"),

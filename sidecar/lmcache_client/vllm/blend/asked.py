@@ -17,16 +17,28 @@ class AskedBlend:
 
     params: BlendParams
     view: ExactView
+    is_isolated: bool = False
+    """True if the request has the salt of blended prompts."""
     ticket: Ticket | None = None
     """The request's ticket when its documents were looked up; None: they were not yet."""
     documents: tuple[RequestState | None, ...] = ()
     """Lookups of the documents; None: the document is shorter than a block."""
     claim: Claim | None = None
     """The last offer to the engine; None: it was an offer of exact KV."""
+    num_documents: int = 0
+    """Documents whose KV the last load placed."""
     num_cached: int = 0
     """Most tokens that the engine had at a decision before the prompt was blended. A later start may have
     fewer of them, but the answer has begun."""
     blended: Blended | None = None
+
+    def answer(self) -> dict[str, int]:
+        """Return what the answer says about blending; empty: the answer is exact."""
+        if not (self.blended or self.num_cached):
+            return {}
+        reused, recomputed, _ = self.blended or Blended(0, 0, 0)
+        documents = {"documents": self.num_documents} if self.params.is_detected else {}
+        return {"tokens": reused, "recomputed": recomputed, "cached": self.num_cached, **documents}
 
 
 @dataclass

@@ -9,7 +9,7 @@ length of its prefix, so it never finds a tail.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lmcache_client.core.blend_jobs import BlendJob, Segment
@@ -49,7 +49,7 @@ class Claim:
     """Tokens from there on whose KV the sidecar has as part of the prompt."""
     segments: tuple[Segment, ...]
     num_rows: tuple[int, ...]
-    """For each document: its leading rows with KV that is placed."""
+    """For each document that was looked up: its leading rows with KV that is placed."""
 
     @property
     def num_document_tokens(self) -> int:
@@ -153,12 +153,20 @@ def document_ticket(
 
 
 def find_claim(
-    params: BlendParams, grid: Grid, begin: int, exact: Rows, found: Sequence[Rows], min_tokens: int
+    params: BlendParams,
+    grid: Grid,
+    begin: int,
+    exact: Rows,
+    found: Sequence[Rows],
+    min_tokens: int,
+    num_tokens: int,
 ) -> Claim | None:
     """Return the KV to blend, or None if the engine must compute the prompt.
 
     A prompt is blended if ``min_tokens`` tokens have KV that only a blended prompt can use, and at least half
-    of the documents' tokens that the engine lacks have KV.
+    of the documents' tokens that the engine lacks have KV. Where the engine has found the documents itself,
+    at least half of all tokens behind the exact KV must have KV, and only these tokens are documents: a
+    prompt may share no more than the beginning of a document that the engine knows.
 
     Args:
         params: how to blend.
@@ -167,10 +175,11 @@ def find_claim(
         exact: leading rows of the prompt.
         found: leading rows of each document.
         min_tokens: the engine's setting.
+        num_tokens: tokens of the prompt.
     """
     end = max(begin, len(exact.rows) * grid.chunk_tokens)
     segments = [Segment(0, begin, end, exact)] if end > begin else []
-    num_rows = [0] * len(params.documents)
+    num_rows, placed = [0] * len(params.documents), list[range]()
     num_reused = num_lacking = 0
     for number, (document, rows) in enumerate(zip(params.documents, found, strict=True)):
         num_lacking += max(0, document.stop - max(document.start, begin))
@@ -179,10 +188,14 @@ def find_claim(
         last = document.start + num_stored
         if last > first:
             segments.append(Segment(document.start, first, last, rows))
+            placed.append(range(first, last))
             num_rows[number] = len(rows.rows)
             if document.start:  # else its KV is exact
                 num_reused += last - first
-    first = params.documents[0].start  # tokens before it are no documents
+    if params.is_detected:
+        first, num_lacking, params = end, num_tokens - end, replace(params, documents=tuple(placed))
+    else:
+        first = params.documents[0].start  # tokens before it are no documents
     num_known = sum(max(0, segment.end - max(segment.begin, first)) for segment in segments)
     if num_reused < min_tokens or 2 * num_known < num_lacking:
         return None

@@ -5,8 +5,11 @@
   rest is the question. ``"start": 40`` says that the first document begins at token 40.
 - ``{"blend": {"starts": [40, 940, 1940]}}``: the same by positions. The last number is the question's start.
 - ``{"blend": {"separator": true}}``: the documents are the parts between the configured separators.
+- ``{"blend": true}``, or an object that names no documents: the engine finds documents that it knows. If
+  ``lmcache.blend`` is ``auto``, it also does so for requests without ``blend``, unless they are documents.
+- ``{"blend": false}``: the prompt is never blended.
 
-``selection`` and ``ratio`` next to the documents replace the engine's settings.
+``selection`` and ``ratio`` in the object replace the engine's settings.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ MAX_DOCUMENTS = 256
 _MAX_SEPARATORS = 4 * MAX_DOCUMENTS
 """Largest number of separators of a prompt. Parts without tokens are no documents, so there may be more."""
 _MARKS = "documents, starts or separator"
-_KEYS = {"documents", "start", "starts", "separator", "selection", "ratio"}
+_MARK_KEYS = {"documents", "start", "starts", "separator"}
+_KEYS = _MARK_KEYS | {"selection", "ratio"}
 
 
 class ParamsError(ValueError):
@@ -46,6 +50,8 @@ class BlendParams:
     """Positions of each document in the prompt, in ascending order. None is empty."""
     selection: str
     ratio: float
+    is_detected: bool = False
+    """True if the request names no documents: the engine must find them."""
 
     def salt(self, cache_salt: str | None, secret: str) -> str:
         """Return the salt under which the engine caches the blended blocks of a request.
@@ -68,31 +74,47 @@ def is_document(params: Any) -> bool:
 
 
 def read_blend(
-    params: Any, tokens: Sequence[int], selection: str, ratio: float, separator: Separator
+    params: Any,
+    tokens: Sequence[int],
+    selection: str,
+    ratio: float,
+    separator: Separator,
+    *,
+    is_auto: bool = False,
 ) -> BlendParams | None:
     """Return how to blend the prompt of a request with these ``kv_transfer_params``; None: not at all.
+
+    There are no documents yet if the engine must find them.
 
     Args:
         params: what the client sent, of any type.
         tokens: tokens of the prompt.
         selection, ratio, separator: the engine's settings.
+        is_auto: True if the engine finds documents of requests that do not mention blending.
 
     Raises ParamsError.
     """
     value = _section(params).get("blend")
-    if value is None or value is False:
+    if value is None:
+        value = is_auto and not is_document(params)
+    if value is False:
         return None
+    if value is True:
+        value = {}
     if not isinstance(value, dict):
-        raise ParamsError("blend", f"must be an object with {_MARKS}, not {_shown(value)}")
+        message = f"must be true, false or an object with {_MARKS}, not {_shown(value)}"
+        raise ParamsError("blend", message)
     if unknown := value.keys() - _KEYS:
         raise ParamsError("blend", f"has unknown keys: {', '.join(sorted(map(_shown, unknown)))}")
-    documents = _separated(tokens, separator) if _has_separator(value) else _documents(value, len(tokens))
+    documents: tuple[range, ...] = ()
+    if not (is_detected := value.keys().isdisjoint(_MARK_KEYS)):
+        documents = _separated(tokens, separator) if _has_separator(value) else _documents(value, len(tokens))
     selection, ratio = value.get("selection", selection), value.get("ratio", ratio)
     if not isinstance(selection, str) or selection not in NAMES:
         raise ParamsError("selection", f"must be one of {', '.join(NAMES)}, not {_shown(selection)}")
     if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
         raise ParamsError("ratio", f"must be a number from 0 to 1, not {_shown(ratio)}")
-    return BlendParams(documents, selection, float(ratio)) if documents else None
+    return BlendParams(documents, selection, float(ratio), is_detected) if documents or is_detected else None
 
 
 def _has_separator(value: Mapping[str, Any]) -> bool:

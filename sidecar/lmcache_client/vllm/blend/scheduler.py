@@ -6,6 +6,10 @@ with a ticket of its own. When enough is known, the whole prompt but its last to
 
     claim ──▶ BlendJob ──▶ all ranks have placed the stored KV ──▶ slices, step by step ──▶ loaded
                 └──────────────── dropped: abort, reset, offline ────────▶ loaded, as failed
+
+If the request names no documents, ``KnownDocuments`` proposes places of documents, and lookups prove them.
+The request gets the salt only when the whole prompt can be claimed. The engine then asks again in the next
+step. Until then the request is exact, and it remains exact if the engine allocates blocks for it.
 """
 
 from __future__ import annotations
@@ -13,23 +17,27 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lmcache_client.core.blend_jobs import Blended, BlendStep
 from lmcache_client.core.grid import BlockTables
-from lmcache_client.core.hits import Hit, Rows, no_hit
+from lmcache_client.core.hits import Rows, no_hit
 from lmcache_client.core.jobs import EngineIdentity, LoadJob, Offer, StepMeta, WorkerReport
 from lmcache_client.core.lookups import LookupThread
 from lmcache_client.core.requests import EngineRequest, RequestState
 from lmcache_client.core.tracing import ENGINE_MEMORY, LOWER_TIERS
 from lmcache_client.vllm.blend.asked import AskedBlend, OpenJob, can_blend
 from lmcache_client.vllm.blend.documents import (
+    Claim,
     ExactView,
     document_ticket,
     find_claim,
     num_reusable,
     slice_tokens,
 )
+from lmcache_client.vllm.blend.known import KnownDocuments
+from lmcache_client.vllm.blend.marks import START_TOKENS
 from lmcache_client.vllm.blend.params import ParamsError, is_document, read_blend
 from lmcache_client.vllm.blend.separator import Separator
 from lmcache_client.vllm.hand_over import FIELD
@@ -84,6 +92,8 @@ class BlendingScheduler(VLLMScheduler):
         self._num_failures = 0
         self._warned: set[str] = set()  # fields with an error that was logged
         self._secret = secrets.token_hex(16)  # part of salts
+        self._is_auto = blend.blend == "auto"
+        self._known = KnownDocuments(learns_prompts=self._is_auto)
 
     def adopt(self, messages: Iterable[Any]) -> None:
         """Start looking up, see ``SchedulerSide``. Note whether the engine can blend."""
@@ -94,6 +104,7 @@ class BlendingScheduler(VLLMScheduler):
             for message in messages:
                 if isinstance(message, EngineIdentity) and message.can_blend:
                     self._num_ranks = message.num_ranks
+                    self._known.poll(self._lookups)
 
     def forget(self, is_affected: Callable[[EngineRequest], bool]) -> None:
         """Drop the blended prompts of these requests, and forget the requests. Their answers still say it."""
@@ -106,13 +117,14 @@ class BlendingScheduler(VLLMScheduler):
         """Drop all blended prompts, and start a new namespace: the weights may change."""
         for request_id in self._jobs:
             self._drop(request_id)
+        self._known.clear()
         super().begin_namespace(reason)
 
     def on_new_request(self, request: Any) -> None:
         """Send hints of the request and of its documents."""
         super().on_new_request(request)
         params = getattr(request, "kv_transfer_params", None)
-        if params and self._num_ranks and (state := self._states.get(request.request_id)):
+        if (params or self._is_auto) and self._num_ranks and (state := self._states.get(request.request_id)):
             try:
                 self._read(request, state, params)
             except ParamsError as error:
@@ -121,25 +133,32 @@ class BlendingScheduler(VLLMScheduler):
                     logger.warning(_MALFORMED, request.request_id, error)
 
     def _read(self, request: Any, state: RequestState, request_params: Any) -> None:
-        settings = self._settings
-        tokens = request.all_token_ids[: request.num_prompt_tokens]
+        settings, lookups = self._settings, self._lookups
         defaults = settings.blend_selection, settings.blend_ratio, self._separator
-        params = read_blend(request_params, tokens, *defaults)
+        params = read_blend(request_params, request.all_token_ids, *defaults, is_auto=self._is_auto)
         if params is None:
             if is_document(request_params):
                 self._asked[request.request_id] = None
             return
-        if self._num_failures >= MAX_FAILURES or not can_blend(request):
+        if lookups is None or self._num_failures >= MAX_FAILURES or not can_blend(request):
             return
+        if params.is_detected:
+            if not (documents := self._known.find(request.all_token_ids, state.ticket, lookups)):
+                return
+            params = replace(params, documents=tuple(documents))
         if num_reusable(params, self._grid) < settings.blend_min_tokens:
             return
         blend = self._asked[request.request_id] = AskedBlend(params, ExactView(request))
-        state.request = blend.view
-        request.cache_salt = params.salt(request.cache_salt, self._secret)
+        if not params.is_detected:
+            self._isolate(request, blend, state)
+        self._look_up(blend, state, lookups)
+
+    def _isolate(self, request: Any, blend: AskedBlend, state: RequestState) -> None:
+        """Give the request the salt of blended prompts."""
+        blend.is_isolated, state.request = True, blend.view
+        request.cache_salt = blend.params.salt(request.cache_salt, self._secret)
         request.block_hashes.clear()
         request.update_block_hashes()
-        if self._lookups is not None:
-            self._look_up(blend, state, self._lookups)
 
     def _look_up(self, blend: AskedBlend, state: RequestState, lookups: LookupThread) -> None:
         """Send hints of the documents."""
@@ -158,11 +177,11 @@ class BlendingScheduler(VLLMScheduler):
             return super()._decide(request, num_computed_tokens)
         num_exact = super()._decide(blend.view, num_computed_tokens)
         state, lookups, blend.claim = self._states.get(request.request_id), self._lookups, None
-        if blend.blended is None:
+        if blend.is_isolated and blend.blended is None:
             blend.num_cached = max(blend.num_cached, num_computed_tokens)
         if state is None or lookups is None:
             return num_exact
-        if num_computed_tokens:
+        if blend.is_isolated and num_computed_tokens:
             # The engine's blocks under this salt may be blended, and the KV computed after them is not exact.
             # So the request never stores KV, even if it restarts and then finds none of these blocks.
             state.is_exact = False
@@ -171,14 +190,24 @@ class BlendingScheduler(VLLMScheduler):
         if blend.ticket is not state.ticket:  # it starts again
             self._look_up(blend, state, lookups)
         hit = lookups.find(state.ticket) or no_hit(self._grid)
-        found, is_waiting = self._find_documents(blend, lookups, max(num_computed_tokens, self._tokens(hit)))
+        num_known = max(num_computed_tokens, hit.num_chunks * self._grid.chunk_tokens)
+        found, is_waiting = self._find_documents(blend, lookups, num_known)
         if num_exact is None or is_waiting:
             return None
-        min_tokens = self._settings.blend_min_tokens
-        claim = find_claim(blend.params, self._grid, num_computed_tokens, hit.found[0], found, min_tokens)
-        num_blocks = self._num_blocks(request)
+
+        def find(begin: int) -> Claim | None:
+            limits = self._settings.blend_min_tokens, request.num_prompt_tokens
+            return find_claim(blend.params, self._grid, begin, hit.found[0], found, *limits)
+
+        claim, num_blocks = find(num_computed_tokens), self._num_blocks(request)
         if claim is None or num_blocks > self._open_loads.num_blocks:
             return num_exact
+        if not blend.is_isolated:
+            if find(0) is None:  # with the other salt, the engine has none of these tokens
+                return num_exact
+            self._isolate(request, blend, state)
+            state.offer = None
+            return None
         if not self._open_loads.may_begin(request.request_id, num_blocks):
             self._tracer.hold(request.request_id, ENGINE_MEMORY)
             return None
@@ -212,8 +241,11 @@ class BlendingScheduler(VLLMScheduler):
 
     def note_allocated(self, request_id: str, tables: BlockTables, num_tokens: int) -> None:
         """Create the load, see ``SchedulerSide``. Offers of blended prompts include tokens to compute."""
-        if num_tokens and (blend := self._asked.get(request_id)) and (claim := blend.claim):
-            self._tracer.end_lookup(request_id, claim.num_exact + claim.num_document_tokens)
+        if blend := self._asked.get(request_id):
+            if not blend.is_isolated:
+                del self._asked[request_id]
+            elif num_tokens and (claim := blend.claim):
+                self._tracer.end_lookup(request_id, claim.num_exact + claim.num_document_tokens)
         super().note_allocated(request_id, tables, num_tokens)
 
     def _begin_load(self, state: RequestState, offer: Offer, num_tokens: int, tables: BlockTables) -> int:
@@ -226,10 +258,16 @@ class BlendingScheduler(VLLMScheduler):
             return 0
         self._step().jobs.append(claim.job(request_id, state.request, tables[0]))
         leased = []
-        for lookup, num_rows in zip(blend.documents, claim.num_rows, strict=True):
+        for document, lookup, num_rows in zip(
+            blend.params.documents, blend.documents, claim.num_rows, strict=True
+        ):
             if lookup is not None and num_rows:
                 self._lookups.note_loading(lookup.ticket, num_rows)
                 leased.append(lookup.ticket)
+                if not blend.params.is_detected:
+                    first = blend.view.all_token_ids[document.start : document.start + START_TOKENS]
+                    self._known.learn(first, len(document), state.ticket)
+        blend.num_documents = len(leased)
         self._jobs[request_id] = OpenJob(leased, self._num_ranks, claim.num_exact_in_documents)
         state.num_blended_tokens = claim.num_document_tokens
         self._tracer.begin_load(LoadJob(request_id, ()), claim.num_exact + claim.num_document_tokens)
@@ -279,26 +317,36 @@ class BlendingScheduler(VLLMScheduler):
         """Return parameters for the next engine, see ``VLLMScheduler``, and what was blended."""
         params = super().hand_over(request)
         blend = self._asked.get(request.request_id)
-        if blend is None or not (blend.blended or blend.num_cached):
+        if blend is None or not (blended := blend.answer()):
             return params
-        reused, recomputed, _ = blend.blended or Blended(0, 0, 0)
-        blended = {"tokens": reused, "recomputed": recomputed, "cached": blend.num_cached}
         return {FIELD: {**(params or {}).get(FIELD, {}), "blended": blended}}
 
     def finish(self, request: Any, tables: BlockTables) -> bool:
-        """Return True if the blocks must be held. Drop the prompt that is being blended."""
-        if (request_id := request.request_id) in self._asked:
+        """Return True if the blocks must be held. Drop the prompt that is being blended.
+
+        Later prompts find the request's prompt if it is a document, or if ``lmcache.blend`` is ``auto``.
+        """
+        state = self._states.get(request_id := request.request_id)
+        if request_id in self._asked:
             is_document = self._asked.pop(request_id) is None
             self._drop(request_id)
-            state = self._states.get(request_id)
             if is_document and state is not None and not state.is_loading:
-                self._store_tail(request, state, tables)
-        return super().finish(request, tables)
+                self._end_document(request, state, tables)
+        is_held = super().finish(request, tables)
+        if self._is_auto and self._num_ranks and state is not None:
+            num_tokens = state.num_stored_chunks * self._grid.chunk_tokens
+            is_exact = state.is_exact and state.ticket.namespace == self._namespace
+            if num_tokens and is_exact and can_blend(request):
+                self._known.learn_prompt(request.all_token_ids, num_tokens, state.ticket)
+        return is_held
 
-    def _store_tail(self, request: Any, state: RequestState, tables: BlockTables) -> None:
+    def _end_document(self, request: Any, state: RequestState, tables: BlockTables) -> None:
+        """Store the tail of a document that is computed, and let prompts find the document."""
         is_computed = request.num_computed_tokens >= request.num_prompt_tokens
         if is_computed and self._stores is not None and state.ticket.namespace == self._namespace:
             self._next.stores += self._stores.plan_tail(state, tables[0], request.num_prompt_tokens)
+            if can_blend(request):
+                self._known.learn(request.all_token_ids, request.num_prompt_tokens, state.ticket)
 
     def _drop(self, request_id: str) -> None:
         """Let the workers end the blended prompt, once. They report its load as failed."""
@@ -327,6 +375,3 @@ class BlendingScheduler(VLLMScheduler):
         """Return the message about blended prompts for the next step."""
         self._next.blend = self._next.blend or BlendStep()
         return self._next.blend
-
-    def _tokens(self, hit: Hit) -> int:
-        return hit.num_chunks * self._grid.chunk_tokens
