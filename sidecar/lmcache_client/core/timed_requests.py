@@ -66,8 +66,8 @@ class TimedRequests:
             state.clock.load_ended_at = self._clock()
 
     def fail_load(self, state: RequestState) -> None:
-        """Record that the request's load failed."""
-        if state.clock is not None:
+        """Record that the request's load failed. For a finished request, the engine computes nothing."""
+        if state.clock is not None and not state.is_finished:
             state.clock.note_failed()
 
     def note_scheduled(

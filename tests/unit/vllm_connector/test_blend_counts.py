@@ -72,6 +72,19 @@ def test_failed_blend_reuses_nothing_of_documents(rig, num_exact, num_failed):
     assert rig.scheduler.hand_over(request) is None
 
 
+def test_load_of_an_aborted_prompt_has_not_failed(rig):
+    """The engine computes none of its tokens. They count as those of any aborted load."""
+    request, _ = rig.blending()
+    scheduled(rig)
+    rig.finish(request)
+    rig.step()
+    rig.report_blends(failed=["r"], received=["r"])
+    rig.lookups._queue.put(rig.lookups._send_times)
+    rig.drain_lookups()
+    (times,) = rig.session.times
+    assert (times.num_blended_tokens, times.num_recomputed_tokens, times.num_failed_tokens) == (192, 0, 0)
+
+
 def test_exact_requests_report_no_blended_tokens(rig):
     rig.store_rows(prompt(1, 2))
     request, (num_tokens, _) = rig.ask(prompt(1, 2))

@@ -328,10 +328,12 @@ class BlendingScheduler(VLLMScheduler):
         """
         state = self._states.get(request_id := request.request_id)
         if request_id in self._asked:
-            is_document = self._asked.pop(request_id) is None
-            self._drop(request_id)
-            if is_document and state is not None and not state.is_loading:
+            blend, job = self._asked.pop(request_id), self._jobs.get(request_id)
+            if state is not None and blend is None and not state.is_loading:
                 self._end_document(request, state, tables)
+            if state is not None and blend and not blend.blended and job and not job.is_dropped:
+                self._times.end_blend(state, state.num_blended_tokens, 0)  # the engine computes none of them
+            self._drop(request_id)
         is_held = super().finish(request, tables)
         if self._is_auto and self._num_ranks and state is not None:
             num_tokens = state.num_stored_chunks * self._grid.chunk_tokens
