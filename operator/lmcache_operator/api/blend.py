@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,12 @@ class Blend(Part):
 
     mode: str = field(
         'Off: all answers are exact. Write "Off" in quotes, because YAML reads it as a boolean otherwise. '
-        "Request: vLLM blends the prompts of requests that ask for it in kv_transfer_params. Needs a sidecar "
-        "image of the operator's version or later: with an older one, engines run without their cache.",
+        "Request: vLLM blends the prompts of requests that ask for it in kv_transfer_params. Auto: vLLM "
+        "blends each prompt that contains enough text with stored KV, so any answer can be approximate, "
+        'except to requests with "blend": false. Needs a sidecar image of the operator\'s version or later: '
+        "with an older one, engines run without their cache.",
         default=_OFF,
-        enum=[_OFF, "Request"],
+        enum=[_OFF, "Request", "Auto"],
     )
     selection: str = field(
         "Choice of the reused tokens that vLLM computes again, if a request names no other. Attended: those "
@@ -44,7 +47,7 @@ class Blend(Part):
     separator: str | None = field(
         'Text between the documents of prompts, for requests with "separator": true. Tokenizers must not '
         "merge it with other text. Use a special token of the model, or text that begins with a blank and "
-        "ends with a line break. Without it, requests must name the places of their documents.",
+        "ends with a line break.",
         maxLength=256,
     )
 
@@ -79,7 +82,7 @@ def _needs(cel: str, message: str, holds: Callable[[Any], bool]) -> Rule:
     return Rule(cel, message, lambda engine: is_off(engine.blend) or holds(engine))
 
 
-_LORA = ["--enable-lora", "--enable_lora"]
+_LORA = "^--enable[-_]lora?$"  # vLLM also accepts an option without its last letters
 ENGINE_RULES = (
     _needs(
         "self.nodes == 1",
@@ -104,9 +107,9 @@ ENGINE_RULES = (
         lambda engine: engine.prefill is None,
     ),
     _needs(
-        f"!self.args.exists(a, a in {_LORA})",
+        f"!self.args.exists(a, a.matches('{_LORA}'))",
         "engine.blend does not support LoRA adapters for now: leave out blend, or --enable-lora in args",
-        lambda engine: not set(engine.args) & {*_LORA},
+        lambda engine: not any(re.match(_LORA, argument) for argument in engine.args),
     ),
 )
 """Rules of the engine's spec."""

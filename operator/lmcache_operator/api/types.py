@@ -128,8 +128,8 @@ class EngineSpec(Part):
         "Split of the model and its requests over the GPUs of an engine.", default={}
     )
     blend: Blend | None = field(
-        "Reuse of the KV of documents at any position of a prompt, for requests that ask for it. Their "
-        "answers are approximate. Needs vLLM. Default: all answers are exact."
+        "Reuse of the KV of documents at any position of a prompt, for requests that ask for it, or for all. "
+        "Their answers are approximate. Needs vLLM. Default: all answers are exact."
     )
     args: list[str] = field(
         "Additional arguments of the engine's server, such as `vllm serve`. Arguments that the cache depends "

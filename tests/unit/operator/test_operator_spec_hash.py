@@ -58,6 +58,7 @@ REPLACING = [
     ({}, engine(resources={"limits": {"memory": "64Gi"}})),
     ({}, engine(sharedMemorySize="8Gi")),
     ({}, BLENDING),
+    (BLENDING, blending(mode="Auto")),
     (BLENDING, blending(selection="First")),
     (BLENDING, blending(ratioPercent=20)),
     (BLENDING, blending(minTokens=512)),

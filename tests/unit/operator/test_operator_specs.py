@@ -1,6 +1,7 @@
 """Rendered objects of an engine: golden files, determinism, spec hash, and the contents of the pod."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,12 @@ def test_rendered_objects_equal_the_golden_file(name: str) -> None:
     if os.environ.get("LMCACHE_UPDATE_GOLDEN"):
         path.write_text(text)
     assert path.read_text() == text
+
+
+@pytest.mark.parametrize(("mode", "setting"), [("Off", None), ("Request", "request"), ("Auto", "auto")])
+def test_mode_of_blending_is_a_setting_of_the_connector(mode: str, setting: str | None) -> None:
+    text = dumped(engine={"blend": {"mode": mode}})
+    assert re.findall('"lmcache.blend":"(.*?)"', text) == ([setting] if setting else [])
 
 
 def test_rendering_does_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
