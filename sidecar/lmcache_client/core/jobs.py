@@ -170,7 +170,7 @@ class StepMeta(_Message):
     """Like ``reclaimed``, for blocks that windows and states left behind. Every long prompt leaves blocks
     behind, so the workers wait longer for these jobs."""
     blend: BlendStep | None = None
-    """Work for blended prompts; None: there is none."""
+    """Work for blended prompts in this step, or None if the step has no such work."""
 
     def anon_repr(self) -> str:
         """Describe the message without row keys, because keys of encrypted rows depend on them.

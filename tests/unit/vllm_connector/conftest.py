@@ -1,4 +1,6 @@
-"""Engines whose requests ask for blended prompts."""
+"""Rigs of the scheduler side of vLLM's connector. Their requests ask for blended prompts by default."""
+
+from functools import partial
 
 import pytest
 
@@ -6,11 +8,17 @@ from tests.harness.client.blend_rig import BlendRig
 
 
 @pytest.fixture
-def make_rig(monkeypatch):
+def new_rig(monkeypatch):
+    """The constructor of rigs. Modules override it."""
+    return partial(BlendRig, monkeypatch)
+
+
+@pytest.fixture
+def make_rig(new_rig):
     rigs = []
 
     def make(*arguments, **settings):
-        rigs.append(BlendRig(monkeypatch, *arguments, **settings))
+        rigs.append(new_rig(*arguments, **settings))
         return rigs[-1]
 
     yield make

@@ -12,7 +12,7 @@ NUM_BLOCKS, TOKENS = 80, 4
 
 
 class OtherBlocks(Impl):
-    """Reads KV of nobody, as a kernel does that takes a block's number for that of another size."""
+    """A kernel that reads other blocks than those of the request, because it assumes another block size."""
 
     def forward(self, layer, query, key, value, cache, metadata, output):
         super().forward(layer, query, key, value, cache.new_ones(cache.shape), metadata, output)

@@ -11,24 +11,9 @@ TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engin
 
 
 @pytest.fixture
-def make_rig():
-    rigs = []
-
-    def make(*arguments, **settings):
-        rigs.append(Rig(*arguments, **settings))
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.scheduler.go_offline()
-
-
-@pytest.fixture
-def rig(make_rig):
-    """A decode engine whose sidecar has only memory."""
-    rig = make_rig()
-    rig.session.memory_only = True
-    return rig
+def new_rig():
+    """The constructor of engines that hand over prompts, and blend none."""
+    return Rig
 
 
 def prefill(rig, request):

@@ -61,7 +61,7 @@ class Blender:
         """Blocks that stored rows are copied to before they are placed. They are no blocks of the engine."""
         self.staged = staged
         self.run_tokens = 1
-        """Selections take runs of so many successive tokens."""
+        """Number of successive tokens that selections choose together."""
         device = passes.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
