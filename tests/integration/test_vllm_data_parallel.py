@@ -213,9 +213,9 @@ def test_client_of_the_guide_reuses_documents_of_another_rank(
     (client,) = fences(DOCS / page, "python")
     program = client.text.replace("http://localhost:8000", world.engine.url)
     commands = [fence for fence in fences(DOCS / page, "sh") if "rag.py" in fence.text]
-    printed = ""
+    printed, request_ids = "", []
     monkeypatch.chdir(REPOSITORY)
-    for fence, rank in zip(commands, (0, 1, 1), strict=True):
+    for fence, rank in zip(commands, (0, 1, 1, 1), strict=True):
         opener = urllib.request.build_opener()
         opener.addheaders += header(rank).items()
         monkeypatch.setattr(urllib.request, "_opener", opener)
@@ -223,15 +223,15 @@ def test_client_of_the_guide_reuses_documents_of_another_rank(
         rows_before = world.sidecar.settled()["memory"]["used_rows"]
         exec(compile(program, str(client), "exec"), {})
         printed = capsys.readouterr().out
+        request_ids.append(printed.splitlines()[-1].split(":")[0])
         assert fence.output is not None
         assert not difference(fence.output.text, printed), printed
         if rank == 0:
             rows = rows_before + sum(num_rows(int(line.split()[-2])) for line in printed.splitlines())
             world.sidecar.wait_until(lambda stats, rows=rows: stats["memory"]["used_rows"] >= rows)
-    wait_until(lambda: world.metrics(1)["blends"] == 2, what="the counts of rank 1")
+    wait_until(lambda: world.metrics(1)["blends"] == 3, what="the counts of rank 1")
     assert world.metrics(1)["failed_blends"] == world.metrics(0)["blends"] == 0
-    request_id = printed.splitlines()[-1].split(":")[0]
-    status, explained = explain(world.sidecar, "--request-id", request_id)
+    status, explained = explain(world.sidecar, "--request-id", request_ids[2])
     assert status == 0
     shown = difference(output(page, "--request-id"), f"Pod qwen3-8b-rag-engine-0.\n{explained}")
     assert not shown, shown
