@@ -33,6 +33,8 @@ NAMES = {
     "nodes": "a hit of an engine with ranks on two nodes, compared with one node; needs root",
     "blend_vllm": "blending in vLLM: time to first token, KL divergence, gaps of other requests",
     "blend_marks": "search for known documents in a prompt, on vLLM's scheduler thread",
+    "blend_answers": "blending in vLLM: right answers about documents, later questions of a conversation",
+    "blend_isolation": "10,000 blended, exact, announcing and aborted requests: blended KV in exact answers",
     "load": "hits on a busy engine: queued requests, one hot prefix, a new engine",
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,11 @@ class BlendEngine(EngineProcess):
         divergence, agreement = self._call("compare", full=full, name=name)
         return divergence, agreement
 
+    def scores(self, name: str, tokens: Sequence[int]) -> list[float]:
+        """Return the log-probabilities of these tokens after the prompt that is remembered as ``name``."""
+        scores: list[float] = self._call("scores", name=name, tokens=list(tokens))
+        return scores
+
     def gap(self, decoding: dict[str, Any], arriving: dict[str, Any]) -> Gap:
         """Let a request decode while another one arrives."""
         return Gap(*self._call("gap", decoding=decoding, arriving=arriving))
@@ -100,6 +106,11 @@ class Child(child.Child):
         expected, other = self._logprobs[full], self._logprobs[name]
         divergence = (expected.exp() * (expected - other)).sum(-1).mean()
         return [float(divergence), float((expected.argmax(-1) == other.argmax(-1)).float().mean())]
+
+    def scores(self, name: str, tokens: list[int]) -> list[float]:
+        """See ``BlendEngine.scores``."""
+        scores: list[float] = self._logprobs[name][-1, tokens].tolist()
+        return scores
 
     def gap(self, decoding: dict[str, Any], arriving: dict[str, Any], num_before: int = 8) -> list[float]:
         """See ``BlendEngine.gap``."""

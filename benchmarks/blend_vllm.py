@@ -60,8 +60,8 @@ class Prompt(NamedTuple):
         """Return a request that finds nothing."""
         return {"prompt": self.tokens, "cache_salt": f"cold {next(_numbers)}"}
 
-    def blended(self, selection: str, salt: str) -> dict[str, Any]:
-        blend = {"documents": list(map(len, self.documents)), "selection": selection, "ratio": RATIO}
+    def blended(self, selection: str, salt: str, ratio: float = RATIO) -> dict[str, Any]:
+        blend = {"documents": list(map(len, self.documents)), "selection": selection, "ratio": ratio}
         parameters = {"lmcache": {"blend": blend}}
         return {"prompt": self.tokens, "cache_salt": salt, "kv_transfer_params": parameters}
 
@@ -82,13 +82,15 @@ def real_prompts(model: Path, number: int, num_tokens: int) -> Iterator[Prompt]:
 
 
 @contextmanager
-def engine_of(folder: Path, model: Path | None, blend: str = "request") -> Iterator[BlendEngine]:
-    """Start an engine with a sidecar. ``model`` replaces the tiny model."""
+def engine_of(
+    folder: Path, model: Path | None, blend: str = "request", max_model_len: int = 8192, **settings: Any
+) -> Iterator[BlendEngine]:
+    """Start an engine with a sidecar. ``model`` replaces the tiny model. ``settings`` are the connector's."""
     options: dict[str, Any] = {"max_num_seqs": MAX_NUM_SEQS, "kv_cache_memory_bytes": 256 << 20}
     if model is not None:
-        options |= {"model": str(model), "max_model_len": 8192, "kv_cache_memory_bytes": 1 << 30}
+        options |= {"model": str(model), "max_model_len": max_model_len, "kv_cache_memory_bytes": 1 << 30}
     with SidecarProcess(memory_size="2Gi" if model else "512Mi") as sidecar:
-        config = patient_config(sidecar.socket_path, blend=blend)
+        config = patient_config(sidecar.socket_path, blend=blend, **settings)
         log = folder / f"log {next(_numbers)}"
         with BlendEngine(log, config, enable_prefix_caching=True, **options) as engine:
             engine.wait_ready()
@@ -105,10 +107,13 @@ def announce(engine: BlendEngine, made: Prompt) -> str:
     return salt
 
 
-def blend(engine: BlendEngine, made: Prompt, selection: str, salt: str, name: str = "") -> Prefill:
-    """Run a blended request. Raises RuntimeError if the prompt was not blended."""
-    request = made.blended(selection, salt)
-    prefill = engine.prefill(request, len(made.question) if name else 0, name)
+def blend(
+    engine: BlendEngine, made: Prompt, selection: str, salt: str, compared: int = 0, ratio: float = RATIO
+) -> Prefill:
+    """Run a blended request, and remember the log-probabilities after its last ``compared`` tokens under the
+    selection's name, if any. Raises RuntimeError if the prompt was not blended.
+    """
+    prefill = engine.prefill(made.blended(selection, salt, ratio), compared, selection if compared else "")
     if prefill.blended is None:
         raise RuntimeError(f"the prompt was not blended, but computed exactly: {engine.log[-2000:]}")
     return prefill
@@ -170,7 +175,7 @@ def quality(engine: BlendEngine, prompts: Iterator[Prompt]) -> dict[str, Quality
         salt = announce(engine, made)
         full = engine.prefill(made.exact(), len(made.question), "full")
         for name, values in samples.items():
-            prefill = blend(engine, made, name, salt, name)
+            prefill = blend(engine, made, name, salt, len(made.question))
             divergence, agreement = engine.compare("full", name)
             measured = divergence, agreement, prefill.cpu_seconds / full.cpu_seconds
             for column, sample in zip(values, measured, strict=True):

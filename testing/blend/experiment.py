@@ -104,12 +104,14 @@ class Fact(NamedTuple):
     """Whether the answer needs another document than the one with the fact."""
 
 
-def little_cases(number: int, seed: int = 1) -> tuple[list[Case], list[Fact]]:
+def little_cases(
+    number: int, seed: int = 1, size: prompts.Size = prompts.FULL
+) -> tuple[list[Case], list[Fact]]:
     """Prompts in the small model's language. The answer is compared."""
     rng = np.random.default_rng(seed)
     cases, facts = [], []
     for _ in range(number):
-        documents = prompts.documents(rng)
+        documents = prompts.documents(rng, size)
         answers = prompts.answers([token for document in documents for token in document])
         key = int(rng.choice(list(answers)))
         (alone,) = (values[key] for values in map(prompts.answers, documents) if key in values)

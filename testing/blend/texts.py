@@ -34,11 +34,27 @@ class Prompt(NamedTuple):
 
 def prompt(rng: np.random.Generator, count: CountTokens, num_tokens: int = 200) -> Prompt:
     """A prompt whose documents have ``num_tokens`` tokens, or a few more to end with a sentence."""
+    documents, questions = _documents(rng, count, num_tokens)
+    return Prompt(documents, questions[rng.integers(NUM_DOCUMENTS)])
+
+
+def conversation(
+    rng: np.random.Generator, count: CountTokens, num_tokens: int = 200
+) -> tuple[tuple[str, ...], list[str]]:
+    """Return documents as those of ``prompt``, and a question about each in random order."""
+    documents, questions = _documents(rng, count, num_tokens)
+    return documents, [questions[i] for i in rng.permutation(NUM_DOCUMENTS)]
+
+
+def _documents(
+    rng: np.random.Generator, count: CountTokens, num_tokens: int
+) -> tuple[tuple[str, ...], list[str]]:
+    """Return documents, and a question about each."""
     names = [_NAMES[i] for i in rng.choice(len(_NAMES), NUM_DOCUMENTS, replace=False)]
     documents = [" ".join(passage(rng, count, num_tokens, _FIRST[name])) for name in names]
-    topic = topics[names[rng.integers(NUM_DOCUMENTS)]].split("\n", 1)[0]
-    question = f"Question: What does the text above say about {topic}?\nAnswer: It says that"
-    return Prompt(joined(documents), BETWEEN + question)
+    subjects = [topics[name].split("\n", 1)[0] for name in names]
+    asked = "{}Question: What does the text above say about {}?\nAnswer: It says that"
+    return joined(documents), [asked.format(BETWEEN, subject) for subject in subjects]
 
 
 def joined(documents: list[str]) -> tuple[str, ...]:
