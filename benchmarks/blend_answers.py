@@ -51,14 +51,14 @@ _numbers = itertools.count(1)
 class Answers(NamedTuple):
     """Shares of right answers of one way, by prompt or sheet. NaN: it has no such question."""
 
-    one: list[float]
+    one_document: list[float]
     """Questions whose answer is in one document."""
-    two: list[float]
+    two_documents: list[float]
     """Questions that need two documents."""
-    all: list[float]
+    all_questions: list[float]
 
 
-def anew() -> float:
+def separate_ratio() -> float:
     """Return a ratio with which a prompt is blended from stored KV: vLLM's own cache keeps ratios apart."""
     return RATIO + 1e-9 * next(_numbers)
 
@@ -84,7 +84,7 @@ def scores(
     full, documents = salts
     engine.prefill({"prompt": made.tokens, "cache_salt": full}, 1, FULL)
     for name in WAYS:
-        blend(engine, made, name, documents, 1, anew())
+        blend(engine, made, name, documents, 1, separate_ratio())
     return {name: engine.scores(name, candidates) for name in (FULL, *WAYS)}
 
 
@@ -97,9 +97,9 @@ def little_answers(engine: BlendEngine) -> dict[str, Answers]:
         salts = f"full {next(_numbers)}", announce(engine, made)
         for name, values in scores(engine, made, salts, candidates).items():
             is_right = float(candidates[int(np.argmax(values))] == fact.answer)
-            results[name].one.append(float("nan") if fact.is_spread else is_right)
-            results[name].two.append(is_right if fact.is_spread else float("nan"))
-            results[name].all.append(is_right)
+            results[name].one_document.append(float("nan") if fact.is_spread else is_right)
+            results[name].two_documents.append(is_right if fact.is_spread else float("nan"))
+            results[name].all_questions.append(is_right)
     return results
 
 
@@ -111,16 +111,16 @@ def sheet_answers(engine: BlendEngine, encode: Encode) -> dict[str, Answers]:
         sheet = questions.sheet(rng, lambda text: len(encode(text)))
         documents = list(map(encode, sheet.documents))
         salts = f"full {next(_numbers)}", announce(engine, Prompt(documents, []))
-        found: dict[str, list[list[list[float]]]] = {name: [] for name in results}
+        by_way: dict[str, list[list[list[float]]]] = {name: [] for name in results}
         for asked, answers in zip(sheet.questions, sheet.answers, strict=True):
             candidates = [encode(f" {answer}")[0] for answer in answers]
             of_people = [scores(engine, Prompt(documents, encode(text)), salts, candidates) for text in asked]
-            for name, values in found.items():
+            for name, values in by_way.items():
                 values.append([of_person[name] for of_person in of_people])
-        for name, values in found.items():
+        for name, values in by_way.items():
             is_right = questions.is_right(np.array(values))
-            one, two = np.split(is_right, [questions.NUM_NAMED], axis=1)
-            for column, part in zip(results[name], (one, two, is_right), strict=True):
+            within, across = np.split(is_right, [questions.NUM_NAMED], axis=1)
+            for column, part in zip(results[name], (within, across, is_right), strict=True):
                 column.append(float(part.mean()))
     return results
 
@@ -134,7 +134,10 @@ def mean_of(values: Sequence[float], scale: float = 1) -> tuple[float, float]:
 def answer_figures(what: str, results: dict[str, Answers]) -> tuple[str, list[Figure]]:
     rows, figures = [], []
     for name, answers in results.items():
-        lost = [full - other for full, other in zip(results[FULL].all, answers.all, strict=True)]
+        lost = [
+            full - other
+            for full, other in zip(results[FULL].all_questions, answers.all_questions, strict=True)
+        ]
         loss, error = mean_of(lost, 100)
         shares = ["{:.1f} ± {:.1f}".format(*mean_of(values, 100)) for values in answers]
         rows.append((name, *shares, "" if name == FULL else f"{loss:.1f} ± {error:.1f}"))
@@ -162,21 +165,21 @@ def conversations(engine: BlendEngine, encode: Encode) -> Iterator[tuple[int, st
                 if (turn > 1) != bool(blended["cached"]):
                     raise RuntimeError(f"turn {turn}: blended blocks must be reused later only: {blended}")
                 yield turn, name, *engine.compare(FULL, name)
-            blend(engine, asked, "attended", salt, compared, anew())
+            blend(engine, asked, "attended", salt, compared, separate_ratio())
             yield turn, ANEW, *engine.compare(FULL, "attended")
             (answer,) = engine.generate(asked.tokens, max_tokens=ANSWER_TOKENS, cache_salt=cold)
             history = [*asked.question, *answer.tokens]
 
 
 def conversation_figures(samples: Iterator[tuple[int, str, float, float]]) -> tuple[str, list[Figure]]:
-    found: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    samples_of: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for turn, name, *values in samples:
-        found.setdefault((name, turn), []).append((values[0], values[1]))
+        samples_of.setdefault((name, turn), []).append((values[0], values[1]))
     means: Mapping[tuple[str, int], tuple[float, float]] = {
-        way: mean_of([divergence for divergence, _ in values]) for way, values in found.items()
+        way: mean_of([divergence for divergence, _ in values]) for way, values in samples_of.items()
     }
     rows, figures = [], []
-    for (name, turn), pairs in sorted(found.items(), key=lambda each: each[0][1]):
+    for (name, turn), pairs in sorted(samples_of.items(), key=lambda each: each[0][1]):
         (mean, error), same = means[name, turn], 100 * statistics.mean(each for _, each in pairs)
         share = 100 * mean / means[NAIVE, turn][0]
         cells = f"{mean:.4f} ± {error:.4f}", f"{share:.1f}", f"{same:.1f}"

@@ -93,7 +93,7 @@ def engine_of(
         config = patient_config(sidecar.socket_path, blend=blend, **settings)
         log = folder / f"log {next(_numbers)}"
         with BlendEngine(log, config, enable_prefix_caching=True, **options) as engine:
-            engine.wait_ready()
+            engine.wait_ready(900)
             sidecar.wait_attached(engine.run_short_request)
             yield engine
 

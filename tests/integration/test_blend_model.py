@@ -3,8 +3,10 @@
 from itertools import pairwise
 
 import numpy as np
+import torch
 
 from testing.blend.experiment import FULL, NAIVE, compared, little_cases, name_of, selections
+from testing.blend.little import widened
 from testing.blend.train import trained_model
 
 
@@ -21,3 +23,10 @@ def test_divergence_falls_as_the_recompute_ratio_grows():
     assert means[-1] == 0
     assert any(fact.is_spread for fact in facts)
     assert np.mean(np.equal(comparisons[FULL].next_token, [fact.answer for fact in facts])) >= 0.9
+
+
+def test_wide_heads_compute_the_same_logits():
+    tokens = torch.tensor([little_cases(1)[0][0].segments[0]])
+    with torch.no_grad():
+        logits, wide = (model(tokens).logits for model in (trained_model(), widened()))
+    assert torch.allclose(logits, wide, atol=1e-4)
