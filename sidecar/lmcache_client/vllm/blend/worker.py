@@ -115,9 +115,9 @@ class BlendingWorker(WorkerSide):
     def _run_slices(self, num_tokens: int, blender: Executor) -> None:
         """Compute at most ``num_tokens`` tokens.
 
-        On a GPU, this only queues kernels on the engine's stream. Yet the blocks of a prompt are reported
-        with its last slice: the engine's later work is behind it on the same stream, and a copy of other
-        requests to or from these blocks waits for a fence that is recorded there later.
+        On a GPU, kernels of the last pass may still run on the engine's stream afterwards. Yet the blocks of
+        a prompt are reported with its last slice: the engine's later work is behind it on the same stream,
+        and a copy of other requests to or from these blocks waits for a fence that is recorded there later.
         """
         while self._running:
             request_id = next(iter(self._running))
