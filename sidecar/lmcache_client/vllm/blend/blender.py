@@ -175,8 +175,11 @@ class Blender:
         if selection.reads_attention:
             weights = torch.zeros(len(self.layers), job.end)
             budget = yield from prompt.observe(weights, budget)
-            candidates = replace(candidates, attention=of_all_ranks(weights, ReduceOp.MAX).sum(0))
-            del weights
+            # MAX may drop a NaN, which is damaged KV. No weight is infinite.
+            attention = of_all_ranks(weights.nan_to_num_(torch.inf), ReduceOp.MAX).sum(0)
+            attention = attention.where(attention.isfinite(), torch.nan)
+            candidates = replace(candidates, attention=attention)
+            del weights, attention
         is_chosen = prompt.choose(tokens_to_compute(selection, candidates))
         del candidates
         yield from prompt.compute_chosen(is_chosen, budget)
