@@ -78,6 +78,7 @@ class Child(child.Child):
         super().__init__(engine_args)
         self._model = self._core.model_executor.driver_worker.worker.model_runner.model
         self._model.register_forward_hook(self._take, with_kwargs=True)
+        self._end_passes()
         self._question = range(0)
         self._hidden: dict[int, torch.Tensor] = {}
         self._logprobs: dict[str, torch.Tensor] = {}
@@ -136,6 +137,18 @@ class Child(child.Child):
     def cpu_seconds(self) -> float:
         """See ``BlendEngine.cpu_seconds``."""
         return time.process_time()
+
+    def _end_passes(self) -> None:
+        """Let passes compute all layers while the question's hidden states are remembered."""
+        from lmcache_client.vllm.blend.passes import Passes
+
+        run = Passes.run
+
+        def run_to_end(passes: Passes, *args: Any, stop_before: str = "", **options: Any) -> None:
+            is_last = stop_before == list(passes._layers)[-1]
+            run(passes, *args, stop_before="" if self._question and is_last else stop_before, **options)
+
+        Passes.run = run_to_end  # type: ignore[assignment, method-assign]
 
     def _new_id(self) -> str:
         self._next_id += 1

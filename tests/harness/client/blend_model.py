@@ -10,9 +10,12 @@ import torch
 from torch import nn
 from vllm.forward_context import get_forward_context
 
+from lmcache_client.vllm.blend.blender import Blender
 from tests.harness.client.kv_layouts import ORDERS
 
 HEADS, SIZE, NUM_LAYERS, VOCAB, MAX_LEN = 2, 8, 3, 50, 256
+TOKENS, NUM_BLOCKS = 4, 80
+"""Tokens of a block, and blocks of a ``Rank``."""
 
 
 class Impl:
@@ -149,3 +152,35 @@ def configuration(layers, num_blocks, block_tokens, max_tokens=64):
     spec.copy_with_new_block_size = lambda size: SimpleNamespace(block_size=size)
     group = SimpleNamespace(layer_names=list(layers), kv_cache_spec=spec)
     return config, SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=[group])
+
+
+class Rank:
+    """A blender and its model."""
+
+    def __init__(self, order="LBHNC", is_packed=False, change=None, **limits):
+        """``change``: is called with the model before it is tested."""
+        caches = allocate(order, NUM_BLOCKS, TOKENS)
+        self.layers = {name: Attention(cache, is_packed) for name, cache in caches.items()}
+        self.names_of_pass, self.blender = [], None
+        self.model = Model(self.layers, self.on_layer)
+        if change is not None:
+            change(self.model)
+        self.config, kv_config = configuration(self.layers, NUM_BLOCKS, TOKENS, **limits)
+        self.blender = Blender.create(self.config, kv_config, caches, 2 * TOKENS)
+
+    def on_layer(self, name):
+        self.names_of_pass.append(name)
+        if self.blender is not None:
+            self.blender.wait_for_layer_load(name)
+
+    def prefill(self, tokens):
+        """Compute a prompt alone. Returns the bytes of its blocks."""
+        table = torch.arange(1, 1 + -(-len(tokens) // TOKENS))
+        self.blender.passes.run(torch.tensor(tokens), torch.arange(len(tokens)), table)
+        return {name: pages.bytes[table].clone() for name, pages in self.blender.pages.items()}
+
+    def kv(self, content, count):
+        return {
+            name: torch.stack((pages.k(content[name])[:count], pages.v(content[name])[:count]))
+            for name, pages in self.blender.pages.items()
+        }

@@ -6,16 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import ReduceOp
 
 from lmcache_client.core.blend_jobs import Blended, BlendJob
 from lmcache_client.errors import UnsupportedError
 from lmcache_client.vllm.blend import blender as module
 from lmcache_client.vllm.blend import ranks, self_test
-from lmcache_client.vllm.blend.blender import Blender
 from lmcache_client.vllm.blend.passes import row_starts
-from tests.harness.client.blend_model import VOCAB, Attention, Impl, Model, allocate, configuration
+from tests.harness.client.blend_model import TOKENS, VOCAB, Impl, Model, Rank
 
-TOKENS, NUM_BLOCKS = 4, 80
 SYSTEM, DOCUMENTS, QUESTION = 6, (22, 33, 25), 9
 NUM_TOKENS = SYSTEM + sum(DOCUMENTS) + QUESTION
 TABLE = tuple(range(50, 50 + -(-NUM_TOKENS // TOKENS)))
@@ -30,38 +29,6 @@ def one_rank(monkeypatch):
     torch.set_num_threads(1)  # for tensors of this size, other threads only cost time
     yield
     torch.set_num_threads(num_threads)
-
-
-class Rank:
-    """A blender and its model."""
-
-    def __init__(self, order="LBHNC", is_packed=False, change=None, **limits):
-        """``change``: is called with the model before it is tested."""
-        caches = allocate(order, NUM_BLOCKS, TOKENS)
-        self.layers = {name: Attention(cache, is_packed) for name, cache in caches.items()}
-        self.names_of_pass, self.blender = [], None
-        self.model = Model(self.layers, self.on_layer)
-        if change is not None:
-            change(self.model)
-        self.config, kv_config = configuration(self.layers, NUM_BLOCKS, TOKENS, **limits)
-        self.blender = Blender.create(self.config, kv_config, caches, 2 * TOKENS)
-
-    def on_layer(self, name):
-        self.names_of_pass.append(name)
-        if self.blender is not None:
-            self.blender.wait_for_layer_load(name)
-
-    def prefill(self, tokens):
-        """Compute a prompt alone. Returns the bytes of its blocks."""
-        table = torch.arange(1, 1 + -(-len(tokens) // TOKENS))
-        self.blender.passes.run(torch.tensor(tokens), torch.arange(len(tokens)), table)
-        return {name: pages.bytes[table].clone() for name, pages in self.blender.pages.items()}
-
-    def kv(self, content, count):
-        return {
-            name: torch.stack((pages.k(content[name])[:count], pages.v(content[name])[:count]))
-            for name, pages in self.blender.pages.items()
-        }
 
 
 PROMPT = [(7 * n * n + n) % VOCAB for n in range(NUM_TOKENS)]
@@ -195,6 +162,16 @@ def test_comparison_of_v_ends_after_two_layers(shared):
     assert shared.names_of_pass == list(shared.layers)
 
 
+def test_passes_compute_no_attention_of_the_last_layer(shared, monkeypatch):
+    """Nothing reads it: the engine computes the last token, which reads K and V."""
+    work, calls = Work(shared, missing={0, *starts()}), []
+    *_, last = shared.layers.values()
+    monkeypatch.setattr(last, "impl", Impl())
+    monkeypatch.setattr(last.impl, "forward", lambda *_, **options: calls.append("computed"))
+    assert difference(work.run()[2], work.full) < 1e-5
+    assert not calls
+
+
 def test_question_is_computed_once_if_nothing_before_it_changes(shared):
     work = Work(shared, selection="attended", ratio=0.0, documents=20)
     work.stored_at[:20] = torch.arange(20)  # as if an exact prefix reached behind the first 16 tokens
@@ -291,6 +268,21 @@ def test_ranks_agree_on_the_tokens_that_all_have_placed(shared, monkeypatch):
     assert result.reused + result.recomputed == DOCUMENTS[0]
 
 
+def test_damaged_kv_of_one_rank_is_computed(shared, monkeypatch):
+    """A reduction to the largest value may drop a NaN."""
+    work = Work(shared, selection="attended", ratio=0.0)
+    for pages in shared.blender.pages.values():
+        pages.bytes[TABLE[starts()[1] // TOKENS]] = 255  # NaN
+
+    def reduce(values, operation):
+        return values.fmax(torch.zeros_like(values)) if operation == ReduceOp.MAX else values
+
+    monkeypatch.setattr(module, "of_all_ranks", reduce)
+    result, _, kv = work.run()
+    assert result == Blended(0, sum(DOCUMENTS), QUESTION - 1)
+    assert difference(kv, work.full) < 1e-5
+
+
 def without_table(model):
     for block in model.blocks:
         block.rotary_emb.cos_sin_cache = None
@@ -361,6 +353,11 @@ def test_second_model_around_the_layers_is_refused():
 
     with pytest.raises(UnsupportedError, match="2 models contain all layers of the KV; start vLLM without"):
         Rank(change=change)
+
+
+def test_model_with_another_order_of_layers_is_refused():
+    with pytest.raises(UnsupportedError, match="does not show its queries, layer by layer"):
+        Rank(change=lambda model: model.names.reverse())
 
 
 def test_failure_on_another_rank_refuses_blending_here(monkeypatch):

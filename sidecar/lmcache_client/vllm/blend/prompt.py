@@ -103,12 +103,16 @@ class PromptPasses:
         return is_chosen & ~self._is_exact
 
     def compute_chosen(self, is_chosen: torch.Tensor, budget: int) -> Generator[int, int, int]:
-        """Compute the chosen tokens in all layers, in their order."""
+        """Compute K and V of the chosen tokens in all layers, in their order.
+
+        Nothing reads the last layer's attention: the engine itself computes the prompt's last token.
+        """
         # A token that was computed while the question was observed is correct if no earlier token changes.
         first = (is_chosen & ~self._is_computed).nonzero().flatten()
         begin = int(first[0]) if len(first) else len(is_chosen)
         is_pending = is_chosen & (torch.arange(len(is_chosen)) >= begin)
-        return (yield from self._compute(is_pending, budget, self._run))
+        run = partial(self._run, stop_before=list(self._layers)[-1])
+        return (yield from self._compute(is_pending, budget, run))
 
     def _compute(self, is_needed: torch.Tensor, budget: int, run: _Pass) -> Generator[int, int, int]:
         positions = is_needed.nonzero().flatten()
