@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
@@ -20,7 +20,7 @@ from lmcache_sidecar.clients.validation import ParsedHello
 from lmcache_sidecar.explain.sources import NAMES, loaded_tokens
 from lmcache_store.common.units import ceil_div
 from lmcache_store.curves import HASHES, Sampler
-from lmcache_store.tiers.base import KEY_BYTES
+from lmcache_store.tiers.base import KEY_BYTES, RowKey
 from lmcache_store.tiers.memory.contracts import Chains
 from lmcache_store.tiers.stats import counter, counters
 
@@ -79,17 +79,36 @@ class LookupSampler:
     # ---- on the hot path ----
 
     def note(
-        self, peer: ParsedHello, chains: Chains, sources: bytes, num_loaded_tokens: int, usable_slots: int
+        self,
+        peer: ParsedHello,
+        chains: Chains,
+        sources: bytes,
+        num_loaded_tokens: int,
+        num_blended_tokens: int,
+        usable_slots: int,
     ) -> None:
-        """Count a request, and sample its keys. ``sources``: see ``find_sources``."""
-        keys = chains.keys[0]
-        if not keys or not self.follow(peer):
+        """Count a request, and sample its keys. ``sources``: see ``find_sources``.
+
+        Rows of documents take the place of its last chunks: ``note_document`` counts them.
+        """
+        if (keys := chains.keys[0]) and self.follow(peer):
+            self.stats.num_lookups += 1
+            num_keys = max(len(sources), len(keys) - num_blended_tokens // chains.chunk_tokens)
+            self._note(keys[:num_keys], sources, num_loaded_tokens, usable_slots)
+
+    def note_document(self, peer: ParsedHello, chains: Chains, sources: bytes, usable_slots: int) -> None:
+        """Count rows of a document that a prompt loads. The prompt is another request."""
+        if self.follow(peer):
+            self._note(chains.keys[0], sources, len(sources) * chains.chunk_tokens, usable_slots)
+
+    def _note(self, keys: Sequence[RowKey], sources: bytes, num_loaded: int, usable_slots: int) -> None:
+        if not keys:
             return
         if usable_slots != self._num_slots:
             self._num_slots = usable_slots
             num_rows = usable_slots * self._slot_bytes // self.row_bytes
             self._sampler.rate = min(1.0, _SAMPLED_ROWS / max(1, num_rows))
-        self._count(len(keys), sources, num_loaded_tokens)
+        self._count(len(keys), sources, num_loaded)
         words = np.frombuffer(b"".join(keys), "<u8").reshape(len(keys), -1)[::-1]
         names = words[:, -1]
         if keys[0][:KEY_BYTES] != self._namespace:  # after a reset
@@ -111,7 +130,6 @@ class LookupSampler:
 
     def _count(self, num_chunks: int, sources: bytes, num_loaded: int) -> None:
         stats, chunk_tokens = self.stats, self.chunk_tokens
-        stats.num_lookups += 1
         stats.lookup_tokens += num_chunks * chunk_tokens
         for letter, num_found in Counter(sources).items():  # a chunk that was partly in the engine: memory
             stats.hit_tokens[NAMES[letter]] += num_found * chunk_tokens

@@ -168,13 +168,17 @@ class Sessions:
         client.prefill_tokens_per_second = request.prefill_tokens_per_second
         client.later_private_reason = request.private_reason
         store = self._required_store
-        if request.relayed:  # the sidecar of another node counts the request
+        if request.relayed:  # no request of this sidecar
             self.samples.follow(client.peer)
+            if not (request.hint or client.peer.is_worker):
+                sources = find_sources(chains, pb.Scheduled(num_hit_chunks=chains.num_chunks), store.origins)
+                self.samples.note_document(client.peer, chains, sources, store.memory.usable_slots)
         scheduled = request.scheduled if request.HasField("scheduled") else None
         if scheduled is not None:
             sources = find_sources(chains, scheduled, store.origins)
-            loaded, history = scheduled.num_loaded_tokens, store.history
-            self.samples.note(client.peer, chains, sources, loaded, store.memory.usable_slots)
+            history, usable_slots = store.history, store.memory.usable_slots
+            tokens = scheduled.num_loaded_tokens, scheduled.num_blended_tokens
+            self.samples.note(client.peer, chains, sources, *tokens, usable_slots)
             num_hit, request_id = len(sources), request.request_id
             find = partial(find_blocking, chains, num_hit, request_id, store.absence, history.is_stored)
             self.causes.note(

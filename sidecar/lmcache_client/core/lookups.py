@@ -79,7 +79,7 @@ class LookupThread:
         self._answered_at = -math.inf  # time of the sidecar's last answer to any call
         self._latest: deque[float] = deque(maxlen=100)  # latest answer times, in seconds
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        # Loads without a lease, with their chunks; those that are not counted have no report.
+        # Loads without a lease, with their last chunks; those of documents have no report.
         self._unleased: dict[Ticket, tuple[int, Scheduled | None]] = {}
         self._has_unreleased = False  # True while releases have not been answered
         self._times: deque[RequestClock] = deque(maxlen=_MAX_UNSENT_TIMES)  # ended, not sent yet
@@ -182,9 +182,9 @@ class LookupThread:
         else:
             self._queue.put(partial(self._report_scheduled, ticket, 0, scheduled))
 
-    def note_loading(self, ticket: Ticket, num_chunks: int) -> None:
-        """Record that ``num_chunks`` leading chunks of a ticket that is not counted are being loaded."""
-        self._unleased[ticket] = num_chunks, None
+    def note_loading(self, ticket: Ticket, chunks: range) -> None:
+        """Record that these chunks of a document are being loaded for a prompt."""
+        ticket.first_loaded, self._unleased[ticket] = chunks.start, (chunks.stop, None)
 
     def lease_loads(self) -> None:
         """Take leases for the chunks of all running loads that have none."""
@@ -317,8 +317,9 @@ class LookupThread:
         is_hint: bool = False,
         scheduled: Scheduled | None = None,
     ) -> LookupResult:
-        """Look up the first ``num_chunks`` chunks of all groups in one call."""
-        keys = [b"".join(part[:num_chunks]) for part in ticket.keys or ((),) * len(self._groups)]
+        """Look up the first ``num_chunks`` chunks of all groups, or those to load, in one call."""
+        chunks = slice(0 if is_hint else ticket.first_loaded, num_chunks)
+        keys = [b"".join(part[chunks]) for part in ticket.keys or ((),) * len(self._groups)]
         return session.lookup(
             ticket.request_id,
             list(zip(self._groups, keys, strict=True)),

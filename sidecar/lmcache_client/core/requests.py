@@ -59,7 +59,9 @@ class Ticket:
     num_handed_over: int = 0
     """Leading chunks that another engine has computed a moment ago, and may still be storing."""
     is_counted: bool = True
-    """False for lookups of a document within a prompt: the sidecar counts the prompt."""
+    """False for a document within a prompt: the sidecar counts the prompt, and the rows that are loaded."""
+    first_loaded: int = 0
+    """First chunk of a document that its prompt loads. The prompt has those before it."""
     asked_at: float = 0.0
     """Time of the last hint. Only the scheduler's thread uses it."""
     extra_keys: ExtraKeys | None = None

@@ -167,7 +167,8 @@ class SidecarSession:
             num_handed_over: leading chunks that another engine has computed a moment ago. The sidecar asks
                 lower tiers for their rows in each call, because they may be stored only now.
             private_reason: why keys became private after the attach; empty: they did not.
-            is_relayed: do not count hits and misses, because the sidecar of another node does.
+            is_relayed: do not count a request. A worker relays lookups of another node. The lookups of a
+                scheduler are for a document within a prompt, which uses these rows if it is no ``hint``.
             timeout: deadline in seconds; None: ``TIMING.call_seconds``.
         """
         if not hint:

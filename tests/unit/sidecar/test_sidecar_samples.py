@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from lmcache_sidecar.clients.validation import parse_hello
 from lmcache_sidecar.explain.sources import find_sources
 from lmcache_sidecar.pages.stats import LOOKUPS, read
 from lmcache_sidecar.samples import LookupSampler
-from lmcache_store.curves import HASHES
+from lmcache_store.curves import HASHES, Lookup, MissRatioCurve
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.memory.contracts import Chains
 from tests.harness.scope import examples
@@ -58,7 +59,13 @@ class Ring:
         chains = Chains(256, tuple(self.peer.groups.values()), rows)
         scheduled = pb.Scheduled(num_engine_chunks=held, num_hit_chunks=hit, num_loaded_tokens=loaded)
         sources = find_sources(chains, scheduled, self.origins)
-        self.samples.note(self.peer, chains, sources, loaded, fields.get("usable", 100))
+        tokens = loaded, fields.get("blended", 0)
+        self.samples.note(self.peer, chains, sources, *tokens, fields.get("usable", 100))
+
+    def note_document(self, tails: list[int]) -> None:
+        chains = Chains(256, tuple(self.peer.groups.values()), ([row_key(tail) for tail in tails],))
+        sources = find_sources(chains, pb.Scheduled(num_hit_chunks=len(tails)), self.origins)
+        self.samples.note_document(self.peer, chains, sources, 100)
 
 
 @pytest.fixture
@@ -123,6 +130,44 @@ def test_chunk_of_several_groups_is_a_single_key_with_all_bytes(tmp_path):
     assert ring.samples.row_bytes == slots * geometry.slot_bytes * 2
     assert ring.samples.kv_bytes_per_token == 300_000 / 256
     assert keys(answer(ring.samples)) == [[3, 2, 1]]
+
+
+def test_rows_of_documents_take_the_place_of_a_prompts_chunks(ring):
+    ring.origins = {row_key(22): "remote"}
+    ring.note_document([21, 22, 23])
+    ring.note([1, 2, 3, 4, 5, 6], hit=1, loaded=256, blended=2 * 256 + 200)
+    parsed, stats = answer(ring.samples), ring.samples.stats
+    assert keys(parsed) == [[23, 22, 21], [4, 3, 2, 1]]
+    assert parsed["tier"] == "mrm" + "---m"
+    assert (stats.num_lookups, stats.lookup_tokens) == (1, 7 * 256)
+    assert stats.hit_tokens == {"memory": 3 * 256, "remote": 256}
+    assert stats.loaded_tokens == {"memory": 3 * 256, "remote": 256}
+
+
+def test_blended_prompt_of_any_numbers_has_no_more_hits_than_chunks(ring):
+    ring.note([1, 2], hit=2, blended=2**64 - 1)
+    ring.note([3, 4], blended=2**64 - 1)
+    ring.note_document([])
+    parsed, stats = answer(ring.samples), ring.samples.stats
+    assert (keys(parsed), parsed["tier"]) == ([[2, 1]], "mm")
+    assert (stats.num_lookups, stats.lookup_tokens, stats.hit_tokens) == (2, 512, {"memory": 512})
+
+
+def test_curve_of_blended_prompts_shows_what_a_smaller_tier_would_lose(ring):
+    """Prompts use three of twelve documents of four rows each, in another order each time."""
+    order, question = random.Random(7), itertools.count(1000)
+    for _ in range(400):
+        ring.now += 1.0
+        for number in order.sample(range(12), 3):
+            ring.note_document(list(range(4 * number, 4 * number + 4)))
+        ring.note([next(question) for _ in range(12)], blended=12 * 256)
+    parsed, stats = answer(ring.samples), ring.samples.stats
+    curve = MissRatioCurve()
+    curve.count_accesses(stats.lookup_tokens // 256)
+    curve.feed(Lookup(float(time), requested, 1) for time, requested in enumerate(keys(parsed)))
+    assert stats.hit_tokens.total() == stats.lookup_tokens
+    assert curve.hit_ratio(48).hit_ratio >= 0.95
+    assert curve.hit_ratio(12).hit_ratio <= 0.4
 
 
 @pytest.mark.parametrize(("rows", "share"), [(1600, 1.0), (3200, 0.5), (160_000, 0.01)])
@@ -224,6 +269,19 @@ def test_relayed_lookup_shows_sizes_of_the_node_but_no_gpus(world):
     assert [figures[name] for name in names] == [16, 4096, 256, 1000, 0]
     assert figures["prefill_tokens_per_second"] == 0
     assert world.sessions.samples.stats.num_lookups == 0
+
+
+def test_lookups_of_documents_count_once_the_prompt_uses_their_rows(world):
+    worker, scheduler = world.attach(new_uuid()), world.attach(new_uuid(), role=Role.SCHEDULER)
+    world.commit(worker, world.reserve(worker, 1).slots)
+    stats = world.sessions.samples.stats
+    world.lookup(scheduler, "r#0", 1, 2, relayed=True, hint=True)
+    assert stats.lookup_tokens == 0
+    assert world.lookup(scheduler, "r#0", 1, relayed=True).num_leased == 1
+    blended = pb.Scheduled(num_prompt_tokens=20, num_blended_tokens=16)
+    world.lookup(scheduler, "r", 3, hint=True, scheduled=blended)
+    assert (stats.num_lookups, stats.lookup_tokens, stats.hit_tokens) == (1, 16, {"memory": 16})
+    assert world.sessions.store.memory.stats.hits == 0, "no request looked up its own rows"
 
 
 def test_requests_of_a_former_engine_do_not_count_gpus_of_relayed_lookups(world):

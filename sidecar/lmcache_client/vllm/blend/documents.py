@@ -48,8 +48,8 @@ class Claim:
     num_exact: int
     """Tokens from there on whose KV the sidecar has as part of the prompt."""
     segments: tuple[Segment, ...]
-    num_rows: tuple[int, ...]
-    """For each document that was looked up: its leading rows with KV that is placed."""
+    rows: tuple[range, ...]
+    """For each document that was looked up: its rows with KV that is placed."""
 
     @property
     def num_document_tokens(self) -> int:
@@ -179,7 +179,7 @@ def find_claim(
     """
     end = max(begin, len(exact.rows) * grid.chunk_tokens)
     segments = [Segment(0, begin, end, exact)] if end > begin else []
-    num_rows, placed = [0] * len(params.documents), list[range]()
+    used, placed = [range(0)] * len(params.documents), list[range]()
     num_reused = num_lacking = 0
     for number, (document, rows) in enumerate(zip(params.documents, found, strict=True)):
         num_lacking += max(0, document.stop - max(document.start, begin))
@@ -189,7 +189,7 @@ def find_claim(
         if last > first:
             segments.append(Segment(document.start, first, last, rows))
             placed.append(range(first, last))
-            num_rows[number] = len(rows.rows)
+            used[number] = range((first - document.start) // grid.chunk_tokens, len(rows.rows))
             if document.start:  # else its KV is exact
                 num_reused += last - first
     if params.is_detected:
@@ -199,7 +199,7 @@ def find_claim(
     num_known = sum(max(0, segment.end - max(segment.begin, first)) for segment in segments)
     if num_reused < min_tokens or 2 * num_known < num_lacking:
         return None
-    return Claim(params, begin, end - begin, tuple(segments), tuple(num_rows))
+    return Claim(params, begin, end - begin, tuple(segments), tuple(used))
 
 
 def slice_tokens(max_tokens: int, num_tokens: int) -> int:

@@ -258,11 +258,9 @@ class BlendingScheduler(VLLMScheduler):
             return 0
         self._step().jobs.append(claim.job(request_id, state.request, tables[0]))
         leased = []
-        for document, lookup, num_rows in zip(
-            blend.params.documents, blend.documents, claim.num_rows, strict=True
-        ):
-            if lookup is not None and num_rows:
-                self._lookups.note_loading(lookup.ticket, num_rows)
+        for document, lookup, rows in zip(blend.params.documents, blend.documents, claim.rows, strict=True):
+            if lookup is not None and rows:
+                self._lookups.note_loading(lookup.ticket, rows)
                 leased.append(lookup.ticket)
                 if not blend.params.is_detected:
                     first = blend.view.all_token_ids[document.start : document.start + START_TOKENS]
