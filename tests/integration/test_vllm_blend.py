@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from lmcache_client.blend.selection import NAMES
 from testing import workers
+from testing.child_process import wait_until
 from testing.engine.process import patient_config
 from testing.engine.tiny_model import tiny_model
 from testing.processes import SidecarProcess
@@ -44,8 +45,8 @@ SEPARATOR = "\n###\n"
 
 
 @pytest.fixture(scope="module")
-def sidecar():
-    with SidecarProcess(memory_size="512Mi") as sidecar:
+def sidecar(shared_redis):
+    with SidecarProcess(memory_size="512Mi", remote_url=shared_redis.unix_url) as sidecar:
         yield sidecar
 
 
@@ -199,6 +200,73 @@ def test_requests_of_all_kinds_share_steps(engine, documents):
     for result, expected in zip(engine.run(requests), alone, strict=True):
         assert result.tokens == expected.tokens
         assert blended(result) == blended(expected)
+
+
+def wait_found(engine, *documents):
+    """Wait until an engine finds documents that another one announced. It asks its sidecar now and then."""
+
+    def is_found():
+        (answer,) = engine.run([Prompt.of(*documents).unmarked(max_tokens=1)])
+        return blended(answer).get("documents") == len(documents)
+
+    wait_until(is_found, what="the engine finds the documents")
+
+
+def check_exact(engine, exact, request):
+    """A request is answered as by an engine that does not blend it, bit by bit."""
+    (answer,), (full,) = engine.run([request]), cold(exact, request["prompt"])
+    assert (blended(answer), answer.num_cached_tokens) == ({}, 0)
+    assert (answer.kv, answer.tokens, answer.logprobs) == (full.kv, full.tokens, full.logprobs)
+
+
+def check_found(engine, documents, exact):
+    """Only this tenant's documents are found. Other answers are those of the ``exact`` engine, bit by bit."""
+    prompt, unknown = Prompt.of(*documents), Prompt.of(make_tokens(CHUNK))
+    check_exact(engine, exact, prompt.unmarked(cache_salt="another tenant"))
+    check_exact(engine, exact, unknown.unmarked())
+    (answer,) = engine.run([prompt.unmarked()])
+    counts = blended(answer)
+    assert counts["tokens"] + counts["recomputed"] == prompt.num_known
+    assert min(counts["tokens"], counts["recomputed"]) > 0
+    assert (counts["cached"], counts["documents"]) == (0, len(documents))
+
+
+def test_unmarked_documents_are_found(engine, documents, tmp_path):
+    prompt = Prompt.of(documents[2], documents[1])
+    with saved_kv(engine, tmp_path):
+        marked = prompt.ask(engine, "all")
+        engine.scrub_kv()
+        parameters = {"lmcache": {"blend": {"selection": "all"}}}
+        (answer,) = engine.run([prompt.request() | {"kv_transfer_params": parameters}])
+    assert blended(answer) == blended(marked) | {"documents": 2}
+    assert max(differences(kv_of(answer, tmp_path), kv_of(marked, tmp_path))) <= 1e-4
+    assert answer.tokens == marked.tokens
+
+
+def test_new_engine_of_the_sidecar_finds_documents_of_all_requests(engine, sidecar, documents, tmp_path):
+    config = patient_config(sidecar.socket_path, blend="auto")
+    options = {"enable_prefix_caching": True, "max_num_batched_tokens": SLICE}
+    with attached_engine(sidecar, tmp_path, config, **options) as other:
+        wait_found(other, *documents[1:])
+        check_found(other, documents[1:], engine)
+        refusing = Prompt.of(*documents[1:]).request()
+        check_exact(other, engine, refusing | {"kv_transfer_params": {"lmcache": {"blend": False}}})
+        (answer,) = other.generate(Prompt.of(*documents[1:]).tokens)
+    assert blended(answer)["documents"] == 2
+
+
+def test_engine_of_another_pod_finds_documents_in_redis(engine, documents, shared_redis, tmp_path):
+    options = {"enable_prefix_caching": True, "max_num_batched_tokens": SLICE}
+    tiers = {"memory_size": "256Mi", "remote_url": shared_redis.unix_url}
+    with shared_redis.client as redis, SidecarProcess(**tiers) as other_sidecar:
+        config = patient_config(other_sidecar.socket_path, blend="request")
+        with attached_engine(other_sidecar, tmp_path, config, **options) as other:
+            wait_until(
+                lambda: any(redis.zcard(key) >= len(documents) for key in redis.scan_iter("*:documents")),
+                what="the marks are in Redis",
+            )
+            wait_found(other, *documents[1:])
+            check_found(other, documents[1:], engine)
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,10 @@ class Prompt:
         parameters = {"lmcache": {"blend": blend}}
         return {"prompt": self.tokens, "max_tokens": max_tokens, "kv_transfer_params": parameters} | options
 
+    def unmarked(self, **options: Any) -> dict[str, Any]:
+        """Return a request that asks to blend, and does not name its documents."""
+        return self.request(**options) | {"kv_transfer_params": {"lmcache": {"blend": True}}}
+
     def ask(self, engine: EngineProcess, selection: str = "none", **options: Any) -> Generated:
         """Run the request alone."""
         (answer,) = engine.run([self.request(selection, **options)])

@@ -128,14 +128,14 @@ def test_documents_that_were_found_are_the_tokens_with_stored_kv():
     result = claim(200, 300, 100, known=(4, 3, 0), start=40, is_detected=True)
     assert places(result) == [(40, 40, 232, 4), (240, 240, 432, 3)]
     assert result.params.documents == (range(40, 232), range(240, 432))
-    assert result.num_rows == (4, 3, 0)
+    assert result.rows == (range(4), range(3), range(0))
 
 
 def test_exact_kv_is_no_part_of_documents_that_were_found():
     result = claim(200, 200, 200, known=(4, 4, 4), exact=5, is_detected=True)
     assert places(result) == [(0, 0, 320, 5), (200, 320, 392, 4), (400, 400, 592, 4)]
     assert result.params.documents == (range(320, 392), range(400, 592))
-    assert result.num_rows == (0, 4, 4)
+    assert result.rows == (range(0), range(1, 4), range(4))
     assert (result.num_document_tokens, result.num_exact_in_documents) == (264, 0)
 
 
