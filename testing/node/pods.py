@@ -127,13 +127,12 @@ class Pod:
         urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=60).close()
 
     def complete(
-        self, prompt: list[int], max_tokens: int = 8, *, salt_header: str = "", cache_salt: str = ""
+        self, prompt: list[int], max_tokens: int = 8, *, salt_header: str = "", **body: Any
     ) -> Completion:
-        """Run a greedy streamed completion, with a salt in the header of the gateway or in the body. Raises
-        OSError, also when the stream ends early.
+        """Run a greedy streamed completion, with a salt in the header of the gateway, and further fields in
+        the body. Raises OSError, also when the stream ends early.
         """
         headers = {"X-LMCache-Tenant": salt_header} if salt_header else {}
-        body = {"cache_salt": cache_salt} if cache_salt else {}
         return complete(self.address, prompt, max_tokens, headers=headers, body=body)
 
 
@@ -182,7 +181,7 @@ def complete(
     on_first_token: Callable[[], None] = lambda: None,
     *,
     headers: Mapping[str, str] = MappingProxyType({}),
-    body: Mapping[str, str] = MappingProxyType({}),
+    body: Mapping[str, Any] = MappingProxyType({}),
 ) -> Completion:
     """Run a greedy streamed completion on the engine or Service at ``host``; see `Pod.complete`.
 

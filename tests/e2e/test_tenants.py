@@ -1,8 +1,9 @@
-"""Budgets of tenants on a real kubelet: salts by header and body, a deleted Secret.
+"""Budgets of tenants on a real kubelet: salts by header and body, a deleted Secret, documents.
 
 The tests depend on their order, and share one LMCacheCluster.
 """
 
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -33,6 +34,7 @@ def app(make_app, installed) -> Iterator[App]:
             {"name": "batch", "saltHash": keys.salt_hash(BATCH).hex(), "memoryPercent": 50},
         ],
     }
+    app.spec["spec"]["engine"]["blend"] = {"mode": "Auto"}
     app.apply()
     yield app
     app.delete()
@@ -115,3 +117,29 @@ def test_cache_serves_without_the_secret_and_the_status_says_so(app):
     app.wait_condition("TenantsKnown")
     assert not tenants(pod)["tenants_problem"]
     assert app.ready_pod().uid == pod.uid
+
+
+def num_reused(pod: Pod, question: list[int], salt: str, **body) -> int:
+    """Tokens of a prompt that the engine reuses at another position."""
+    before = pod.stats()["causes"]
+    pod.complete(question, 1, salt_header=salt, **body)
+
+    def counted():
+        causes = pod.stats()["causes"]
+        return causes if causes["prompt_tokens"] == before["prompt_tokens"] + len(question) else None
+
+    causes = pod.node.wait(counted, 60)
+    return sum(each["cause_tokens"].get("blended", 0) * sign for each, sign in ((causes, 1), (before, -1)))
+
+
+def test_document_of_a_tenant_is_reused_in_its_prompts_only(app):
+    """No prompt names its document. A busy engine may compute a prompt instead of waiting for a lookup."""
+    pod, document, seeds = app.ready_pod(), prompt(48, 1000), itertools.count(100)
+    announced = {"kv_transfer_params": {"lmcache": {"document": True}}}
+    assert num_reused(pod, document, SEARCH, **announced) == 0
+
+    def ask(salt: str) -> int:
+        return num_reused(pod, prompt(next(seeds), 40) + document + prompt(next(seeds), 40), salt)
+
+    assert 0 < app.node.wait(lambda: ask(SEARCH), READY_SECONDS) <= len(document)
+    assert ask(BATCH) == 0
