@@ -33,10 +33,10 @@ FACTS, SHEETS, CONVERSATIONS = (
     int(os.environ.get(name, default))
     for name, default in (("FACTS", 600), ("SHEETS", 60), ("CONVERSATIONS", 40))
 )
-FULL, ANEW = "full prefill", "attended, blended anew"
+FULL, AGAIN = "full prefill", "attended, blended anew"
 WAYS = NAIVE, *SELECTIONS
 LARGEST_LOSS = 2.0
-"""Of accuracy, in percentage points, of ``attended`` and ``deviation``."""
+"""Largest loss of accuracy with ``attended`` and ``deviation``, in percentage points."""
 ANSWER_TOKENS = 32
 MAX_MODEL_LEN = 1024
 MIN_TOKENS = 32
@@ -166,7 +166,7 @@ def conversations(engine: BlendEngine, encode: Encode) -> Iterator[tuple[int, st
                     raise RuntimeError(f"turn {turn}: blended blocks must be reused later only: {blended}")
                 yield turn, name, *engine.compare(FULL, name)
             blend(engine, asked, "attended", salt, compared, separate_ratio())
-            yield turn, ANEW, *engine.compare(FULL, "attended")
+            yield turn, AGAIN, *engine.compare(FULL, "attended")
             (answer,) = engine.generate(asked.tokens, max_tokens=ANSWER_TOKENS, cache_salt=cold)
             history = [*asked.question, *answer.tokens]
 

@@ -80,7 +80,7 @@ def request(chosen: random.Random, prompts: list[Prompt]) -> dict[str, Any]:
 
 
 class Counts:
-    """What the answers had."""
+    """Counts of answers, and of their blocks with blended KV."""
 
     def __init__(self) -> None:
         self.answers: Counter[str] = Counter()

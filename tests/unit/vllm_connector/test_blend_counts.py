@@ -4,9 +4,12 @@ import pytest
 
 from lmcache_client.core.jobs import WorkerReport
 from lmcache_client.core.spans import SpanTracer
-from tests.harness.client.blend_rig import prompt
-from tests.harness.client.scheduler_rig import blocks
+from lmcache_client.vllm.blend.documents import key_hashes
+from lmcache_store import keys
+from tests.harness.client.blend_rig import document, fake_hashes, prompt
+from tests.harness.client.scheduler_rig import GRID, blocks
 from tests.harness.client.spans import SAMPLED, RecordedSpans, figures
+from tests.harness.sidecar.wire import NAMESPACE
 
 
 def end(rig, request):
@@ -136,3 +139,25 @@ def test_steps_with_slices_do_not_measure_the_prefill_rate(rig):
     rig.now = 101.0
     rig.scheduler.take_report(WorkerReport(timed_step=meta.timed_step))
     assert rig.scheduler._rate.tokens_per_second == 300.0
+
+
+def test_lookup_of_a_document_names_the_rows_that_the_prompt_uses(rig):
+    """The prompt's own rows are those of the first document, and end in the second row of the next one."""
+    looked_up, lookup = {}, rig.session.lookup
+
+    def record(request_id, group_keys, *, is_relayed, hint=False, **fields):
+        if is_relayed and not hint:
+            looked_up[request_id] = group_keys[0][1]
+        return lookup(request_id, group_keys, hint=hint, **fields)
+
+    rig.session.lookup = record
+    rig.store_rows(prompt(2, 1), 5)
+    for number in (1, 3):
+        rig.store_rows(document(number))
+    request, offer = rig.ask(prompt(2, 1, 3), blend={"documents": [200, 200, 200]})
+    rig.allocate(request, blocks(20), offer[0])
+    rig.step()
+    rig.drain_lookups()
+    names = {number: keys.chunk_keys(key_hashes(GRID, fake_hashes(document(number)))) for number in (1, 3)}
+    rows = {name: [NAMESPACE + key for key in names[number]] for name, number in (("r#1", 1), ("r#2", 3))}
+    assert looked_up == {"r#1": b"".join(rows["r#1"][1:]), "r#2": b"".join(rows["r#2"])}

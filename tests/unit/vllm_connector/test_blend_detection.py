@@ -194,7 +194,7 @@ def test_preempted_request_is_blended_again_with_the_tokens_of_its_answer(rig):
 
 
 def test_request_whose_rows_are_evicted_after_it_got_its_salt_is_exact(rig):
-    """Its KV is stored under the keys that it would have had without the salt."""
+    """The KV of the prompt is stored under the keys that it would have had without the salt."""
     rig.learn(1, 2)
     tokens = prompt(2, 1, start=START)
     request = rig.send(tokens)

@@ -46,7 +46,7 @@ class FakeSession:
 
 
 class Engine:
-    """What an engine knows. ``serve`` is its lookup thread."""
+    """The documents that an engine knows. ``serve`` is its lookup thread."""
 
     def __init__(self, session=None, learns_prompts=False):
         self.now = 0.0
@@ -172,7 +172,8 @@ def test_marks_of_a_failed_call_are_sent_with_the_next_one(error):
     engine.learn(1)
     engine.serve()
     engine.learn(2)
-    engine.session, session = None, engine.session  # the calls pause
+    session = engine.session
+    engine.session = None  # the calls pause
     engine.serve()
     engine.session, session.error = session, None
     engine.poll()

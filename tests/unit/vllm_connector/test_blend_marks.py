@@ -29,7 +29,7 @@ def table_of(*documents, **settings):
     return table
 
 
-def found(table, prompt, **settings):
+def places_of(table, prompt, **settings):
     return [(place.start, place.stop) for place in table.find(prompt, SEED, **settings)]
 
 
@@ -91,7 +91,7 @@ def test_search_agrees_with_a_comparison_of_all_tokens(data, max_fingerprints, p
                 assert mark_of(part) is None
             model.add(part)
         for searched in prompts:
-            assert found(table, searched) == model.find(searched)
+            assert places_of(table, searched) == model.find(searched)
     assert len(table) == len(model.lengths)
     copy = MarkTable(max_fingerprints)
     copy.add(table.marks())
@@ -101,33 +101,33 @@ def test_search_agrees_with_a_comparison_of_all_tokens(data, max_fingerprints, p
 def test_document_ends_before_the_next_one_if_a_length_allows_it():
     first, second = document(1, 300), document(2, 100)
     table = table_of(first[:80], first[:200], first, second)
-    assert found(table, [*first[:200], *second, 5]) == [(0, 200), (200, 300)]
-    assert found(table, [*first[:220], *second, 5]) == [(0, 200), (220, 320)]
-    assert found(table, [*first, *second, 5]) == [(0, 300), (300, 400)]
-    assert found(table, first[:90]) == [(0, 80)]
+    assert places_of(table, [*first[:200], *second, 5]) == [(0, 200), (200, 300)]
+    assert places_of(table, [*first[:220], *second, 5]) == [(0, 200), (220, 320)]
+    assert places_of(table, [*first, *second, 5]) == [(0, 300), (300, 400)]
+    assert places_of(table, first[:90]) == [(0, 80)]
 
 
 def test_longest_document_counts_if_another_one_is_nested_in_it():
     outer, inner = document(1, 300), document(2, 100)
     outer[50:150] = inner
-    assert found(table_of(outer, inner), [9, *outer, 5]) == [(1, 301)]
+    assert places_of(table_of(outer, inner), [9, *outer, 5]) == [(1, 301)]
 
 
 @pytest.mark.parametrize("num_tokens", [START_TOKENS, 65, 500])
 def test_prompt_that_is_a_document_leaves_a_token_of_question(num_tokens):
     prompt = document(1, num_tokens)
-    assert found(table_of(prompt), prompt) == [(0, num_tokens - 1)]
-    assert found(table_of(prompt), [*prompt, 5]) == [(0, num_tokens)]
+    assert places_of(table_of(prompt), prompt) == [(0, num_tokens - 1)]
+    assert places_of(table_of(prompt), [*prompt, 5]) == [(0, num_tokens)]
 
 
 def test_longer_document_is_proposed_up_to_the_question():
-    assert found(table_of(document(1, 500)), [3, 4, *document(1, 500)[:100]]) == [(2, 101)]
+    assert places_of(table_of(document(1, 500)), [3, 4, *document(1, 500)[:100]]) == [(2, 101)]
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, START_TOKENS - 1])
 def test_short_documents_have_no_mark_and_short_prompts_no_documents(num_tokens):
     assert mark_of(document(1, num_tokens), num_tokens) is None
-    assert found(table_of(document(1, 100)), document(1, 100)[:num_tokens]) == []
+    assert places_of(table_of(document(1, 100)), document(1, 100)[:num_tokens]) == []
 
 
 def test_document_of_2_to_the_24_tokens_has_no_mark():
@@ -136,11 +136,11 @@ def test_document_of_2_to_the_24_tokens_has_no_mark():
 
 
 def test_prompt_of_one_repeated_token_has_at_most_256_documents():
-    assert found(table_of([7] * 100), [7] * 950) == [(n, n + 100) for n in range(0, 900, 100)]
-    places = found(table_of([7] * 100), [7] * 40_000)
+    assert places_of(table_of([7] * 100), [7] * 950) == [(n, n + 100) for n in range(0, 900, 100)]
+    places = places_of(table_of([7] * 100), [7] * 40_000)
     assert len(places) == MAX_DOCUMENTS
     assert places[-1] == (25_500, 25_600)
-    assert found(table_of([8] * 100), [7] * 40_000) == []
+    assert places_of(table_of([8] * 100), [7] * 40_000) == []
 
 
 @pytest.mark.parametrize("start", [-64, -63, -1, 0, 1])
@@ -149,7 +149,7 @@ def test_documents_are_found_across_the_blocks_of_a_search(start):
     prompt = [*[3] * start, *document(1, 100), *[4] * marks._BLOCK, *document(1, 100), 5]
     second = start + 100 + marks._BLOCK
     for tokens in prompt, ConstantList(prompt):
-        assert found(table_of(document(1, 100)), tokens) == [(start, start + 100), (second, second + 100)]
+        assert places_of(table_of(document(1, 100)), tokens) == [(start, start + 100), (second, second + 100)]
 
 
 def test_latest_eight_lengths_of_equal_heads_are_known():
@@ -167,11 +167,11 @@ def test_least_recently_added_document_leaves_first():
     first, second, third = (document(number, 100) for number in range(3))
     table = table_of(first, second, max_fingerprints=2)
     table.add(map(mark_of, [first, third]))
-    places = {number: found(table, [*part, 5]) for number, part in enumerate([first, second, third])}
+    places = {number: places_of(table, [*part, 5]) for number, part in enumerate([first, second, third])}
     assert places == {0: [(0, 100)], 1: [], 2: [(0, 100)]}
     table.clear()
     assert not table.marks()
-    assert found(table, [*first, 5]) == []
+    assert places_of(table, [*first, 5]) == []
 
 
 @pytest.mark.parametrize("shift", [0, 30])  # all have the same upper, or lower, 22 bits
@@ -181,13 +181,13 @@ def test_marks_that_share_a_bucket_hide_no_document(shift):
     neighbours = [fingerprint << 24 | 100 for fingerprint in fingerprints]
     table = MarkTable(max_fingerprints=300)
     table.add([mark, *neighbours[:299]])
-    assert found(table, [*document(1, 100), 5]) == [(0, 100)]
+    assert places_of(table, [*document(1, 100), 5]) == [(0, 100)]
     table.add(neighbours)
-    assert found(table, [*document(1, 100), 5]) == []
+    assert places_of(table, [*document(1, 100), 5]) == []
     table.add([mark])
     table.add(number << 42 | number << 24 | 100 for number in range(1, 300))  # the neighbours leave
     assert len(table) == 300
-    assert found(table, [*document(1, 100), 5]) == [(0, 100)]
+    assert places_of(table, [*document(1, 100), 5]) == [(0, 100)]
 
 
 def test_marks_with_impossible_lengths_are_ignored():
@@ -202,11 +202,11 @@ def test_second_table_is_searched_too():
     first, second = document(1, 100), document(2, 100)
     prompt = [*first, *second, 5]
     both = [(0, 100), (100, 200)]
-    assert found(table_of(first), prompt, more=table_of(second)) == both
-    assert found(MarkTable(), prompt, more=table_of(first, second)) == both
-    assert found(table_of(first), prompt, more=MarkTable()) == both[:1]
-    assert found(table_of(first, second), prompt, more=table_of(first[:70])) == both
-    assert found(table_of(first[:70]), prompt, more=table_of(first)) == both[:1]
+    assert places_of(table_of(first), prompt, more=table_of(second)) == both
+    assert places_of(MarkTable(), prompt, more=table_of(first, second)) == both
+    assert places_of(table_of(first), prompt, more=MarkTable()) == both[:1]
+    assert places_of(table_of(first, second), prompt, more=table_of(first[:70])) == both
+    assert places_of(table_of(first[:70]), prompt, more=table_of(first)) == both[:1]
 
 
 @pytest.mark.parametrize("other", [seed_of(NAMESPACE, "tenant"), seed_of(b"m" * 32, None)])

@@ -6,10 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache_client.vllm.blend.documents import key_hashes
 from lmcache_client.vllm.blend.separator import Separator
 from lmcache_client.vllm.hand_over import announce
-from lmcache_store import keys
 from lmcache_store.kv_groups import GroupKind, KVGroup
 from tests.harness.client.blend_rig import (
     BLENDING,
@@ -19,7 +17,7 @@ from tests.harness.client.blend_rig import (
     fake_hashes,
     prompt,
 )
-from tests.harness.client.scheduler_rig import GRID, blocks, make_identity
+from tests.harness.client.scheduler_rig import blocks, make_identity
 from tests.harness.sidecar.wire import NAMESPACE
 
 
@@ -271,28 +269,6 @@ def test_documents_are_not_counted_as_requests(rig):
     rig.session.memory_only, rig.session.lookup = False, record
     rig.ask(prompt(2, 1))
     assert relayed == {"r": False, "r#0": True, "r#1": True}
-
-
-def test_lookup_of_a_document_names_the_rows_that_the_prompt_uses(rig):
-    """The prompt's own rows are those of the first document, and end in the second row of the next one."""
-    looked_up, lookup = {}, rig.session.lookup
-
-    def record(request_id, group_keys, *, is_relayed, hint=False, **fields):
-        if is_relayed and not hint:
-            looked_up[request_id] = group_keys[0][1]
-        return lookup(request_id, group_keys, hint=hint, **fields)
-
-    rig.session.lookup = record
-    rig.store_rows(prompt(2, 1), 5)
-    for number in (1, 3):
-        rig.store_rows(document(number))
-    request, offer = rig.ask(prompt(2, 1, 3), blend={"documents": [200, 200, 200]})
-    rig.allocate(request, blocks(20), offer[0])
-    rig.step()
-    rig.drain_lookups()
-    names = {number: keys.chunk_keys(key_hashes(GRID, fake_hashes(document(number)))) for number in (1, 3)}
-    rows = {name: [NAMESPACE + key for key in names[number]] for name, number in (("r#1", 1), ("r#2", 3))}
-    assert looked_up == {"r#1": b"".join(rows["r#1"][1:]), "r#2": b"".join(rows["r#2"])}
 
 
 def test_documents_are_searched_together(rig, monkeypatch):

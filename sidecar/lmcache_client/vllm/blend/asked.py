@@ -1,4 +1,4 @@
-"""What the scheduler side remembers of requests that ask for a blended prompt. Pure."""
+"""State of requests that ask for a blended prompt, on the scheduler side. Pure."""
 
 from __future__ import annotations
 
