@@ -91,8 +91,8 @@ class Stores:
         if not (stable or transient):
             self._computing.end(state, slice(first, end))
         # The job with transient blocks comes first, because the engine reuses its blocks first.
-        jobs = [self._begin(state, transient, slice(0) if stable else slice(first, end))] if transient else []
-        return [*jobs, self._begin(state, stable, slice(first, end))] if stable else jobs
+        jobs = [self.begin(state, transient, slice(0) if stable else slice(first, end))] if transient else []
+        return [*jobs, self.begin(state, stable, slice(first, end))] if stable else jobs
 
     def plan_tail(self, state: RequestState, table: Sequence[int], num_tokens: int) -> list[StoreJob]:
         """Create a StoreJob for the full blocks after the last chunk within ``num_tokens``, if there are any.
@@ -109,7 +109,7 @@ class Stores:
         # A row has as many blocks as a chunk. Nobody reads the last ones.
         blocks = (*table[first:end], *[table[end - 1]] * (first + self._grid.blocks_per_row(group) - end))
         (key,) = state.ticket.row_keys(group.group, [bytes(hashes[-1])], num_chunks)
-        return [self._begin(state, [GroupStore(group.group, num_chunks, key, blocks)], slice(0))]
+        return [self.begin(state, [GroupStore(group.group, num_chunks, key, blocks)], slice(0))]
 
     def reclaim(self, state: RequestState) -> set[int]:
         """Return the ids of the request's jobs, none of which must be committed from now on.
@@ -137,7 +137,8 @@ class Stores:
         self._computing.end(job.state, job.chunks)
         return True
 
-    def _begin(self, state: RequestState, parts: Sequence[GroupStore], chunks: slice) -> StoreJob:
+    def begin(self, state: RequestState, parts: Sequence[GroupStore], chunks: slice) -> StoreJob:
+        """Create a StoreJob. ``chunks``: the request's chunks that are stored when the job has ended."""
         full = {group.group for group in self._grid.stored if group.is_full}
         blocks = itertools.chain.from_iterable(part.blocks for part in parts if part.group not in full)
         transient = frozenset(blocks)

@@ -29,6 +29,9 @@ _SLOTS_PER_CALL = 16
 """Slots that the sidecar copies in one call. Their copies count only when the sidecar has answered. So with
 large calls, more copies are lost when the engine reuses blocks, and other clients wait longer."""
 
+NumberedPiece = tuple[int, Piece]
+"""Number of a chunk, and its piece."""
+
 
 class EngineTransfer(abc.ABC):
     """A job that copies on another thread than the engine's."""
@@ -168,25 +171,29 @@ class StoreTransfer(EngineTransfer):
         """
         if session.slots is None or self._is_cancelled:
             return
-        reserved: list[tuple[int, Piece]] = []  # (number of the chunk, its piece)
+        reserved: list[NumberedPiece] = []
         with session.copying():
             try:
                 for store in self.job.groups:
                     reserved += self._reserve(session, store)
                 reserved.sort(key=itemgetter(0), reverse=self.job.is_transient)
                 self._num_rows = len(reserved)
-                pieces = [piece for _, piece in reserved]
-                if session.store_copier.is_sidecar and self._copy_by_sidecar(session, copier, pieces):
-                    return
-                for piece in pieces:
-                    if piece.slot in self._copied:
-                        continue
-                    row = session.view(piece.slot.row, copier.row_bytes[piece.group])
-                    copier.store(piece.group, row, piece.blocks, self.fence)
-                    if not self.note_copied(piece.slot):
-                        break
+                self.copy(session, copier, reserved)
             finally:
                 self._commit(session, [piece.slot for _, piece in reserved])
+
+    def copy(self, session: SidecarSession, copier: EngineCopier, reserved: Sequence[NumberedPiece]) -> None:
+        """Fill the reserved slots, and note each copy, until one does not count."""
+        pieces = [piece for _, piece in reserved]
+        if session.store_copier.is_sidecar and self._copy_by_sidecar(session, copier, pieces):
+            return
+        for piece in pieces:
+            if piece.slot in self._copied:
+                continue
+            row = session.view(piece.slot.row, copier.row_bytes[piece.group])
+            copier.store(piece.group, row, piece.blocks, self.fence)
+            if not self.note_copied(piece.slot):
+                break
 
     def _copy_by_sidecar(
         self, session: SidecarSession, copier: EngineCopier, pieces: Sequence[Piece]
@@ -210,8 +217,8 @@ class StoreTransfer(EngineTransfer):
                     self.note_copied(copy.slot)
         return True
 
-    def _reserve(self, session: SidecarSession, store: GroupStore) -> list[tuple[int, Piece]]:
-        """Reserve slots. Return (number of the chunk, piece to copy) for each chunk that got a slot."""
+    def _reserve(self, session: SidecarSession, store: GroupStore) -> list[NumberedPiece]:
+        """Reserve slots. Return the piece to copy of each chunk that got a slot."""
         answers = session.reserve(
             store.group,
             store.keys,

@@ -36,7 +36,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from lmcache_client.core.copier import EngineCopier, Fence, use_all_cores
-from lmcache_client.core.jobs import EngineIdentity, StepMeta, WorkerReport
+from lmcache_client.core.jobs import EngineIdentity, StepMeta, StoreJob, WorkerReport
 from lmcache_client.core.part_speaker import PartSpeaker
 from lmcache_client.core.parts import PartedIdentity, PartedReport, PartedStep, PartNames
 from lmcache_client.core.transfers import EngineTransfer, LoadTransfer, StoreTransfer
@@ -267,7 +267,7 @@ class WorkerSide:
             self._report.stores_ended.update(job.job_id for job in step.stores)
             return
         for job in step.stores:
-            self._stores[job.job_id] = transfer = StoreTransfer(job)
+            self._stores[job.job_id] = transfer = self.make_store(job)
             self._waiting.append(transfer)
 
     def _begin_waiting(self) -> None:
@@ -280,8 +280,15 @@ class WorkerSide:
             transfer.fence = fence
             if self._names is not None:
                 transfer.job = self._names.store(transfer.job, salts)
-            storer = self._urgent_storer if transfer.job.is_transient else self._storer
-            storer.submit(self._run, transfer, client)
+            self.thread_of(transfer).submit(self._run, transfer, client)
+
+    def make_store(self, job: StoreJob) -> StoreTransfer:
+        """Create the transfer of a job."""
+        return StoreTransfer(job)
+
+    def thread_of(self, transfer: StoreTransfer) -> futures.Executor:
+        """Return the thread that runs a store."""
+        return self._urgent_storer if transfer.job.is_transient else self._storer
 
     def _may_wait(self) -> bool:
         """Return True if an idle engine may wait for a load."""
