@@ -53,6 +53,14 @@ class Executor:
                 target = view[job.blocks[position // BLOCK]].view(BLOCK, size)
                 target[position % BLOCK] = staged[source // BLOCK].view(BLOCK, size)[source % BLOCK]
 
+    def take(self, job, chunks, blocks):
+        per_row = self.staging.blocks_per_row
+        for view, staged in zip(self.views, self.staging.pages, strict=True):
+            size = view.shape[1] // BLOCK
+            for row, numbers in enumerate(blocks):
+                tokens = view[list(numbers)].view(-1, size)[job.start % BLOCK :]
+                staged[row * per_row : (row + 1) * per_row].view(-1, size)[:] = tokens[: per_row * BLOCK]
+
     def blend(self, job, is_placed, stored_at):
         num_left, budget = job.end - job.begin, (yield 0)
         while num_left > 0:

@@ -28,6 +28,8 @@ class Segment(NamedTuple):
     """Position in the prompt behind the last token whose KV is placed."""
     found: Rows
     """Places of the document's leading rows, up to ``end``."""
+    is_taken: bool = False
+    """True if the KV was taken out of another prompt, so that it is not exact anywhere."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,16 @@ class BlendJob:
     """The engine computes the tokens from here on: the last one."""
     segments: tuple[Segment, ...]
     """In ascending order, without overlap. A segment that starts at 0 is a prefix of the prompt, so its KV is
-    exact."""
+    exact unless it was taken out of another prompt."""
     selection: str
     """Name of the selection of tokens to recompute, see ``lmcache_client.blend.selection.NAMES``."""
     ratio: float
     """Share of the reused tokens to recompute, 0 to 1."""
+
+    @property
+    def exact_end(self) -> int:
+        """First token whose stored KV was taken out of another prompt. No later stored KV is exact."""
+        return min((segment.begin for segment in self.segments if segment.is_taken), default=self.end)
 
 
 @dataclass

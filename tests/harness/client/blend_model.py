@@ -6,10 +6,13 @@ Its attention is plain arithmetic over the rows of the metadata, so it shows wha
 from itertools import pairwise
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 from vllm.forward_context import get_forward_context
 
+from lmcache_client.vllm.blend import blender as module
+from lmcache_client.vllm.blend import ranks
 from lmcache_client.vllm.blend.blender import Blender
 from tests.harness.client.kv_layouts import ORDERS
 
@@ -157,9 +160,9 @@ def configuration(layers, num_blocks, block_tokens, max_tokens=64):
 class Rank:
     """A blender and its model."""
 
-    def __init__(self, order="LBHNC", is_packed=False, change=None, **limits):
+    def __init__(self, order="LBHNC", is_packed=False, change=None, dtype=torch.float32, **limits):
         """``change``: is called with the model before it is tested."""
-        caches = allocate(order, NUM_BLOCKS, TOKENS)
+        caches = allocate(order, NUM_BLOCKS, TOKENS, dtype)
         self.layers = {name: Attention(cache, is_packed) for name, cache in caches.items()}
         self.names_of_pass, self.blender = [], None
         self.model = Model(self.layers, self.on_layer)
@@ -184,3 +187,17 @@ class Rank:
             name: torch.stack((pages.k(content[name])[:count], pages.v(content[name])[:count]))
             for name, pages in self.blender.pages.items()
         }
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    monkeypatch.setattr(ranks, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    monkeypatch.setattr(module, "_STAGING_BYTES", 1 << 20)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for tensors of this size, other threads only cost time
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def difference(kv, other):
+    return max(float((kv[name] - other[name]).abs().max()) for name in kv)

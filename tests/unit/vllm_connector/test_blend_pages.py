@@ -30,6 +30,9 @@ def test_k_and_v_that_a_layer_writes_are_read_in_any_order(order, dtype):
     assert torch.equal(pages.k(content)[12:32], k)
     assert torch.equal(pages.v(content)[12:32], v)
     assert not pages.bytes[:2].any(), "nothing is written to other blocks"
+    copy = torch.zeros_like(content)
+    pages.pack(pages.k(content), pages.v(content), copy)
+    assert torch.equal(copy, content)
 
 
 def test_packed_k_is_read():
@@ -40,6 +43,9 @@ def test_packed_k_is_read():
     assert torch.equal(layer.kv_cache[1].flatten()[:TOKENS], k[:, 0, 0]), "K is not packed in this test"
     assert torch.equal(pages.k(pages.bytes[1:2]), k)
     assert torch.equal(pages.v(pages.bytes[1:2]), v)
+    copy = torch.zeros_like(pages.bytes[1:2])
+    pages.pack(k, v, copy)
+    assert torch.equal(copy, pages.bytes[1:2])
 
 
 def test_blocks_of_several_kernel_blocks_are_read():

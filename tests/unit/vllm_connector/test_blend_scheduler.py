@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lmcache_client.vllm.blend.separator import Separator
+from lmcache_client.vllm.blend.taking import TakeJob
 from lmcache_client.vllm.hand_over import announce
 from lmcache_store.kv_groups import GroupKind, KVGroup
 from tests.harness.client.blend_rig import (
@@ -140,7 +141,8 @@ def test_request_that_asks_in_vain_is_exact_and_stores_its_kv(rig):
     request, offer = rig.ask(prompt(2, 1))
     assert offer == (0, False)
     rig.allocate(request, blocks(14), 0)
-    (job,) = rig.step(new=[("r", blocks(14), 0, 420)]).stores
+    job, taken = rig.step(new=[("r", blocks(14), 0, 420)]).stores
+    assert isinstance(taken, TakeJob), "the second document"
     exact = rig.scheduler._states["r"].ticket.row_keys(0, fake_hashes(prompt(2, 1))[1::2])
     assert job.groups[0].keys == b"".join(exact), "the keys are those of the request before it got a salt"
     assert rig.scheduler.hand_over(request) is None
@@ -285,7 +287,7 @@ def test_documents_are_searched_together(rig, monkeypatch):
     monkeypatch.setattr(rig.lookups, "find", lambda *_: None)
     rig.arrive(FakeRequest(prompt(2, 1), blend={"documents": [20, 180, 200]}))
     rig.match(rig.scheduler._asked["r"].view)
-    assert searches == [3 + 3]
+    assert searches == [3 + 3] * 2, "one search of exact rows, and one of taken rows"
 
 
 def test_request_waits_for_documents_that_are_promoted(rig):

@@ -13,22 +13,14 @@ from lmcache_client.errors import UnsupportedError
 from lmcache_client.vllm.blend import blender as module
 from lmcache_client.vllm.blend import ranks, self_test
 from lmcache_client.vllm.blend.passes import row_starts
-from tests.harness.client.blend_model import TOKENS, VOCAB, Impl, Model, Rank
+from tests.harness.client.blend_model import TOKENS, VOCAB, Impl, Model, Rank, difference, one_rank
+
+__all__ = ["one_rank"]
 
 SYSTEM, DOCUMENTS, QUESTION = 6, (22, 33, 25), 9
 NUM_TOKENS = SYSTEM + sum(DOCUMENTS) + QUESTION
 TABLE = tuple(range(50, 50 + -(-NUM_TOKENS // TOKENS)))
 SELECTIONS = "all", "deviation", "attended", "first", "none"
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch):
-    monkeypatch.setattr(ranks, "get_tp_group", lambda: SimpleNamespace(world_size=1))
-    monkeypatch.setattr(module, "_STAGING_BYTES", 1 << 20)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for tensors of this size, other threads only cost time
-    yield
-    torch.set_num_threads(num_threads)
 
 
 PROMPT = [(7 * n * n + n) % VOCAB for n in range(NUM_TOKENS)]
@@ -84,10 +76,6 @@ class Work:
     def kv(self):
         content = {name: pages.bytes[list(TABLE)] for name, pages in self.rank.blender.pages.items()}
         return self.rank.kv(content, NUM_TOKENS - 1)
-
-
-def difference(kv, other):
-    return max(float((kv[name] - other[name]).abs().max()) for name in kv)
 
 
 @pytest.fixture(scope="module")

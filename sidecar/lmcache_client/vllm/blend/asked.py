@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_client.core.blend_jobs import Blended
@@ -23,6 +23,10 @@ class AskedBlend:
     """The request's ticket when its documents were looked up; None: they were not yet."""
     documents: tuple[RequestState | None, ...] = ()
     """Lookups of the documents; None: the document is shorter than a block."""
+    taken: set[int] = field(default_factory=set)
+    """Numbers of the documents that have no exact rows. Their lookups ask for taken keys."""
+    may_take: bool = True
+    """True until the KV of these documents is being stored."""
     claim: Claim | None = None
     """The last offer to the engine; None: it was an offer of exact KV."""
     num_documents: int = 0

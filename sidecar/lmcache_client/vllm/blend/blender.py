@@ -12,7 +12,7 @@ A prompt is blended in these steps, each in as many forward passes as its slices
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from lmcache_client.vllm.blend.pages import AttentionPages
 from lmcache_client.vllm.blend.passes import Passes, StoppedError
 from lmcache_client.vllm.blend.prompt import PromptPasses
 from lmcache_client.vllm.blend.ranks import of_all_ranks, on_all_ranks
+from lmcache_client.vllm.blend.taking import TakeJob
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,8 +42,8 @@ _STAGING_BYTES = 128 << 20
 class Blender:
     """Blends prompts in the KV of one rank.
 
-    All methods run on the model thread, except ``place``. The ranks of a tensor parallel group must make
-    the same calls of ``create`` and of the generators of ``blend``, in the same order.
+    All methods run on the model thread, except ``place`` and ``take``. The ranks of a tensor parallel group
+    must make the same calls of ``create`` and of the generators of ``blend``, in the same order.
     """
 
     def __init__(
@@ -136,6 +137,30 @@ class Blender:
                         angles[id(rotation)] = rotation.angles(positions - start, positions)
                     angles[id(rotation)].rotate(k)
                 pages.write(k, v, slots)
+
+    @torch.inference_mode()
+    def take(self, job: TakeJob, chunks: Sequence[int], blocks: Sequence[Sequence[int]]) -> None:
+        """Write chunks of a document to the first staging blocks, with K rotated to the document's positions.
+
+        ``blocks`` has the blocks of each chunk. The work that writes them must have ended. It runs on the
+        loader thread, also while the model runs, and returns once the KV is written.
+        """
+        size, per_row = self.passes.block_tokens, self.staging.blocks_per_row
+        numbers, tokens = torch.tensor(chunks)[:, None], torch.arange(per_row * size)
+        # Nobody reads the tokens behind the document. Their positions may exceed the rotary table.
+        positions = (numbers * len(tokens) + tokens).flatten().clamp(max=job.num_tokens - 1)
+        places = torch.arange(len(chunks))[:, None] * (per_row + 1) * size + job.start % size + tokens
+        angles: dict[int, Angles] = {}
+        with self._side_stream():
+            table, rows = (x.flatten().to(self.passes.device) for x in (torch.tensor(blocks), places))
+            for name, pages in self.pages.items():
+                content = pages.bytes[table]
+                k, v = pages.k(content)[rows], pages.v(content)[rows]
+                if (rotation := self.rotations.get(name)) is not None:
+                    if id(rotation) not in angles:
+                        angles[id(rotation)] = rotation.angles(positions + job.start, positions)
+                    angles[id(rotation)].rotate(k)
+                pages.pack(k, v, self.staged[name][: len(chunks) * per_row])
 
     @contextlib.contextmanager
     def _side_stream(self) -> Iterator[None]:

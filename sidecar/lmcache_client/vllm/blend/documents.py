@@ -8,7 +8,7 @@ length of its prefix, so it never finds a tail.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -160,6 +160,7 @@ def find_claim(
     found: Sequence[Rows],
     min_tokens: int,
     num_tokens: int,
+    taken: Container[int] = (),
 ) -> Claim | None:
     """Return the KV to blend, or None if the engine must compute the prompt.
 
@@ -176,6 +177,7 @@ def find_claim(
         found: leading rows of each document.
         min_tokens: the engine's setting.
         num_tokens: tokens of the prompt.
+        taken: numbers of the documents whose rows were taken out of other prompts.
     """
     end = max(begin, len(exact.rows) * grid.chunk_tokens)
     segments = [Segment(0, begin, end, exact)] if end > begin else []
@@ -187,10 +189,10 @@ def find_claim(
         num_stored = min(len(rows.rows) * grid.chunk_tokens, num_storable(grid, len(document)))
         last = document.start + num_stored
         if last > first:
-            segments.append(Segment(document.start, first, last, rows))
+            segments.append(Segment(document.start, first, last, rows, number in taken))
             placed.append(range(first, last))
             used[number] = range((first - document.start) // grid.chunk_tokens, len(rows.rows))
-            if document.start:  # else its KV is exact
+            if document.start or number in taken:  # else its KV is exact
                 num_reused += last - first
     if params.is_detected:
         first, num_lacking, params = end, num_tokens - end, replace(params, documents=tuple(placed))

@@ -77,6 +77,12 @@ class AttentionPages:
         layer = self._layer
         layer.impl.do_kv_cache_update(layer, k.contiguous(), v.contiguous(), layer.kv_cache, slots)
 
+    def pack(self, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor) -> None:
+        """Write K and V of all tokens to uint8 ``[num_pages, page_bytes]``, see ``k``."""
+        elements = pages.view(self._dtype)
+        for places, part in zip(self._places, (k, v), strict=True):
+            elements.index_copy_(1, places, part.reshape(len(pages), -1))
+
     def _unpack(self, pages: torch.Tensor, part: int) -> torch.Tensor:
         elements = pages.view(self._dtype).index_select(1, self._places[part])
         return elements.view(-1, *self._shapes[part])

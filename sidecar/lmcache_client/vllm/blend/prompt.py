@@ -44,7 +44,8 @@ class PromptPasses:
         self._is_missing = is_open & ~is_placed
         self._is_question = positions >= job.question
         # A document at the beginning of the prompt has exact KV, too.
-        self._is_exact = ~is_open | (is_placed & (stored_at == positions))
+        is_exact = (stored_at == positions) & (positions < job.exact_end)
+        self._is_exact = ~is_open | (is_placed & is_exact)
         self.is_reusable = is_open & is_placed & (positions >= job.documents) & ~self._is_question
         """Whether a token belongs to a document and has stored KV."""
         self._is_computed = torch.zeros(job.end, dtype=torch.bool)

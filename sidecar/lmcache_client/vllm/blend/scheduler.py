@@ -26,6 +26,7 @@ from lmcache_client.core.hits import Rows, no_hit
 from lmcache_client.core.jobs import EngineIdentity, LoadJob, Offer, StepMeta, WorkerReport
 from lmcache_client.core.lookups import LookupThread
 from lmcache_client.core.requests import EngineRequest, RequestState
+from lmcache_client.core.scheduler import GetTables
 from lmcache_client.core.tracing import ENGINE_MEMORY, LOWER_TIERS
 from lmcache_client.vllm.blend.asked import AskedBlend, OpenJob, can_blend
 from lmcache_client.vllm.blend.documents import (
@@ -40,6 +41,7 @@ from lmcache_client.vllm.blend.known import KnownDocuments
 from lmcache_client.vllm.blend.marks import START_TOKENS
 from lmcache_client.vllm.blend.params import ParamsError, is_document, read_blend
 from lmcache_client.vllm.blend.separator import Separator
+from lmcache_client.vllm.blend.taking import look_up_taken, plan_takes
 from lmcache_client.vllm.hand_over import FIELD
 from lmcache_client.vllm.scheduler import VLLMScheduler
 
@@ -163,6 +165,7 @@ class BlendingScheduler(VLLMScheduler):
     def _look_up(self, blend: AskedBlend, state: RequestState, lookups: LookupThread) -> None:
         """Send hints of the documents."""
         grid, algorithm, blend.ticket = self._grid, self._hash_algorithm, state.ticket
+        blend.taken, blend.may_take = set(), not blend.params.is_detected
         tickets = [
             document_ticket(state.ticket, number, document, blend.view, grid, algorithm)
             for number, document in enumerate(blend.params.documents)
@@ -197,7 +200,7 @@ class BlendingScheduler(VLLMScheduler):
 
         def find(begin: int) -> Claim | None:
             limits = self._settings.blend_min_tokens, request.num_prompt_tokens
-            return find_claim(blend.params, self._grid, begin, hit.found[0], found, *limits)
+            return find_claim(blend.params, self._grid, begin, hit.found[0], found, *limits, blend.taken)
 
         claim, num_blocks = find(num_computed_tokens), self._num_blocks(request)
         if claim is None or num_blocks > self._open_loads.num_blocks:
@@ -237,7 +240,28 @@ class BlendingScheduler(VLLMScheduler):
                 is_waiting |= self._waits.must_wait(lookup, lookups, lookup.num_found, 0, chunk_tokens)
         if is_waiting:
             self._tracer.hold(blend.view.request_id, LOWER_TIERS)
+        elif look_up_taken(blend, lookups, num_known):
+            return self._find_documents(blend, lookups, num_known)
         return found, is_waiting
+
+    def note_scheduled(
+        self, request_id: str, get_tables: GetTables, num_computed_tokens: int, *args: Any
+    ) -> None:
+        """Store the chunks that this step completes, and then documents that are not stored yet."""
+        super().note_scheduled(request_id, get_tables, num_computed_tokens, *args)
+        blend, state = self._asked.get(request_id), self._states.get(request_id)
+        if blend is None or not blend.may_take or num_computed_tokens < blend.params.documents[-1].stop:
+            return
+        blend.may_take = False
+        if state is not None and self._stores is not None and state.ticket.namespace == self._namespace:
+            jobs = plan_takes(blend, state, self._stores, self._grid, get_tables(request_id))
+            self._next.stores += jobs
+            for document in blend.params.documents if jobs else ():
+                self._learn(blend, document, state)
+
+    def _learn(self, blend: AskedBlend, document: range, state: RequestState) -> None:
+        first = blend.view.all_token_ids[document.start : document.start + START_TOKENS]
+        self._known.learn(first, len(document), state.ticket)
 
     def note_allocated(self, request_id: str, tables: BlockTables, num_tokens: int) -> None:
         """Create the load, see ``SchedulerSide``. Offers of blended prompts include tokens to compute."""
@@ -263,8 +287,7 @@ class BlendingScheduler(VLLMScheduler):
                 self._lookups.note_loading(lookup.ticket, rows)
                 leased.append(lookup.ticket)
                 if not blend.params.is_detected:
-                    first = blend.view.all_token_ids[document.start : document.start + START_TOKENS]
-                    self._known.learn(first, len(document), state.ticket)
+                    self._learn(blend, document, state)
         blend.num_documents = len(leased)
         self._jobs[request_id] = OpenJob(leased, self._num_ranks, claim.num_exact_in_documents)
         state.num_blended_tokens = claim.num_document_tokens

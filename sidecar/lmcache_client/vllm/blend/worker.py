@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Mapping
+from concurrent import futures
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,15 +20,17 @@ import torch
 
 from lmcache_client.core.blend_jobs import Blended, BlendJob, BlendStep
 from lmcache_client.core.copier import EngineCopier
-from lmcache_client.core.jobs import EngineIdentity
+from lmcache_client.core.jobs import EngineIdentity, StoreJob
 from lmcache_client.core.layout import KVCaches, Layout
-from lmcache_client.core.transfers import EngineTransfer
+from lmcache_client.core.transfers import EngineTransfer, StoreTransfer
 from lmcache_client.core.worker import WorkerSide
 from lmcache_client.errors import UnsupportedError
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.vllm.attach import attach_worker, can_wait, grid_tokens
 from lmcache_client.vllm.blend.loads import BlendTransfer, Placer
 from lmcache_client.vllm.blend.obstacles import obstacle
+from lmcache_client.vllm.blend.taker import Taker, TakeTransfer
+from lmcache_client.vllm.blend.taking import TakeJob
 from lmcache_store.common.units import round_up
 
 logger = logging.getLogger(__name__)
@@ -39,7 +42,7 @@ AttachStaged = Callable[[KVCaches, Layout | None], tuple[SidecarClient, EngineCo
 """Attaches this rank to the sidecar, given the engine's KV tensors and the staging blocks."""
 
 
-class Executor(Placer, Protocol):
+class Executor(Placer, Taker, Protocol):
     """The part of ``Blender`` that a worker side uses."""
 
     def blend(self, job: BlendJob, is_placed: torch.Tensor, stored_at: torch.Tensor) -> Slices:
@@ -91,6 +94,16 @@ class BlendingWorker(WorkerSide):
             with torch.inference_mode():
                 self._run_slices(blend.max_tokens, self.blender)
             self._figures.update({"blend_compute_seconds": time.perf_counter() - began})
+
+    def make_store(self, job: StoreJob) -> StoreTransfer:
+        """See ``WorkerSide``."""
+        if isinstance(job, TakeJob) and self.blender is not None:
+            return TakeTransfer(job, self.blender)
+        return super().make_store(job)
+
+    def thread_of(self, transfer: StoreTransfer) -> futures.Executor:
+        """See ``WorkerSide``. Only the loader thread uses the staging blocks."""
+        return self._loader if isinstance(transfer, TakeTransfer) else super().thread_of(transfer)
 
     def _take(self, blend: BlendStep, blender: Executor) -> None:
         jobs = [job for job in blend.jobs if job.request_id not in self._blends]
