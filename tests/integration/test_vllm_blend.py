@@ -112,6 +112,38 @@ def test_document_at_the_start_of_a_prompt_is_exact(engine, documents, tmp_path)
     assert max(differences(kv, expected)) <= 1e-4
 
 
+def test_documents_of_a_computed_prompt_are_reused_in_another_order(engine, sidecar, tmp_path):
+    """No document was announced. Their KV depends on the other documents, so no exact answer uses it."""
+    documents = [make_tokens(num_tokens) for num_tokens in (500, 333, 700)]
+    first, second = Prompt.of(*documents), Prompt.of(*reversed(documents))
+    at_start = Prompt.of(*documents[1:], system_tokens=0)
+    num_rows_before = sidecar.settled()["memory"]["used_rows"]
+    answer = first.ask(engine)
+    assert not blended(answer)
+    num_taken = sum(num_rows(len(document)) for document in documents)
+    expected = num_rows_before + len(first.tokens) // CHUNK + num_taken
+    sidecar.wait_until(lambda stats: stats["memory"]["used_rows"] >= expected)
+    engine.scrub_kv()
+    assert not blended(first.ask(engine)), "all of the prompt is known exactly"
+    assert sidecar.settled()["memory"]["used_rows"] == expected, "documents are stored once"
+    engine.scrub_kv()
+    exact = cold(engine, *documents)
+    with saved_kv(engine, tmp_path):
+        fulls = cold(engine, second.tokens, at_start.tokens)
+        for prompt, full in zip((second, at_start), fulls, strict=True):
+            reused, computed = (prompt.ask(engine, selection) for selection in ("none", "all"))
+            assert blended(reused) == {"tokens": prompt.num_known, "recomputed": 0, "cached": 0}
+            assert blended(computed) == {"tokens": 0, "recomputed": prompt.num_known, "cached": 0}
+            assert max(differences(kv_of(computed, tmp_path), kv_of(full, tmp_path))) <= 1e-4
+            first_layer, *later = differences(kv_of(reused, tmp_path), kv_of(full, tmp_path))
+            assert first_layer <= 1e-4
+            assert min(later[1:]) > 1e-2, "reused KV is not that of this prompt"
+    engine.scrub_kv()
+    for document, alone in zip(documents, exact, strict=True):
+        (again,) = engine.generate(document)
+        assert (again.num_cached_tokens, again.tokens) == (0, alone.tokens)
+
+
 def test_blended_kv_never_enters_exact_answers(engine, sidecar, documents):
     """Also not by the sidecar, and not in other settings or for another tenant."""
     prompt = Prompt.of(documents[1], documents[0])
@@ -222,7 +254,7 @@ def check_exact(engine, exact, request):
 def check_found(engine, documents, exact):
     """Only this tenant's documents are found. Other answers are those of the ``exact`` engine, bit by bit."""
     prompt, unknown = Prompt.of(*documents), Prompt.of(make_tokens(CHUNK))
-    check_exact(engine, exact, prompt.unmarked(cache_salt="another tenant"))
+    check_exact(engine, exact, prompt.unmarked(cache_salt="a tenant without documents"))
     check_exact(engine, exact, unknown.unmarked())
     (answer,) = engine.run([prompt.unmarked()])
     counts = blended(answer)
@@ -243,23 +275,12 @@ def test_unmarked_documents_are_found(engine, documents, tmp_path):
     assert answer.tokens == marked.tokens
 
 
-def test_new_engine_of_the_sidecar_finds_documents_of_all_requests(engine, sidecar, documents, tmp_path):
-    config = patient_config(sidecar.socket_path, blend="auto")
-    options = {"enable_prefix_caching": True, "max_num_batched_tokens": SLICE}
-    with attached_engine(sidecar, tmp_path, config, **options) as other:
-        wait_found(other, *documents[1:])
-        check_found(other, documents[1:], engine)
-        refusing = Prompt.of(*documents[1:]).request()
-        check_exact(other, engine, refusing | {"kv_transfer_params": {"lmcache": {"blend": False}}})
-        (answer,) = other.generate(Prompt.of(*documents[1:]).tokens)
-    assert blended(answer)["documents"] == 2
-
-
 def test_engine_of_another_pod_finds_documents_in_redis(engine, documents, shared_redis, tmp_path):
+    """Its requests need not ask."""
     options = {"enable_prefix_caching": True, "max_num_batched_tokens": SLICE}
     tiers = {"memory_size": "256Mi", "remote_url": shared_redis.unix_url}
     with shared_redis.client as redis, SidecarProcess(**tiers) as other_sidecar:
-        config = patient_config(other_sidecar.socket_path, blend="request")
+        config = patient_config(other_sidecar.socket_path, blend="auto")
         with attached_engine(other_sidecar, tmp_path, config, **options) as other:
             wait_until(
                 lambda: any(redis.zcard(key) >= len(documents) for key in redis.scan_iter("*:documents")),
@@ -267,6 +288,10 @@ def test_engine_of_another_pod_finds_documents_in_redis(engine, documents, share
             )
             wait_found(other, *documents[1:])
             check_found(other, documents[1:], engine)
+            refusing = Prompt.of(*documents[1:]).request()
+            check_exact(other, engine, refusing | {"kv_transfer_params": {"lmcache": {"blend": False}}})
+            (answer,) = other.generate(Prompt.of(*documents[1:]).tokens)
+    assert blended(answer)["documents"] == 2
 
 
 @pytest.mark.parametrize(
@@ -323,4 +348,14 @@ def test_two_ranks_blend_documents_of_a_tenant_from_lower_tiers(tmp_path, shared
                 assert blended(answer) == {"tokens": 0, "recomputed": prompt.num_known, "cached": 0}
                 assert max(differences(kv_of(answer, tmp_path), kv_of(full, tmp_path))) <= 1e-4
                 assert answer.tokens == full.tokens
-                assert not blended(prompt.ask(engine, cache_salt="another tenant"))
+                assert not blended(prompt.ask(engine, cache_salt=f"another tenant {tier}"))
+            # Its documents were taken out of its prompt.
+            sidecar.settled()
+            moved = Prompt.of(*reversed(documents))
+            (full,) = cold(engine, moved.tokens)
+            for selection in ("none", "all"):
+                answer = moved.ask(engine, selection, cache_salt=f"another tenant {tier}")
+                counts = blended(answer)
+                assert counts["tokens"] + counts["recomputed"] == moved.num_known
+                layers = differences(kv_of(answer, tmp_path), kv_of(full, tmp_path))
+                assert max(layers if selection == "all" else layers[::4]) <= 1e-4

@@ -119,6 +119,30 @@ def test_sidecar_that_died_before_the_request(engine, sidecar, prompt):
     assert answer.logprobs == pytest.approx(full.logprobs, abs=1e-4)
 
 
+@pytest.mark.parametrize("fault", ["abort", "kill", "freeze"])
+def test_fault_while_documents_are_taken_out_of_a_prompt(engine, sidecar, prompt, fault):
+    """Its documents are not stored. Aborts come in each step, other faults while the prompt is computed."""
+    for num_steps in range(1, 8) if fault == "abort" else (0,):
+        unknown = Prompt.of(make_tokens(300), make_tokens(200))
+        (full,) = cold(engine, unknown.tokens)
+        engine.scrub_kv()
+        engine.start([unknown.request() | ({"num_steps": num_steps} if num_steps else {})])
+        if not num_steps:
+            getattr(sidecar, fault)()
+        (answer,) = engine.finish_generate()
+        assert not blended(answer)
+        assert answer.tokens == full.tokens[: len(answer.tokens)]
+        assert (answer.finish_reason == "abort") == bool(num_steps)
+        if num_steps:
+            engine.scrub_kv()  # raises if a block is in use
+    if fault == "freeze":
+        sidecar.thaw()
+    if not sidecar.is_running:
+        sidecar.start()
+    wait_hit(engine, sidecar)
+    assert_nothing_is_left(engine, sidecar)
+
+
 @pytest.mark.parametrize("selection", ["all", "attended"])
 def test_abort_in_each_step(engine, sidecar, prompt, selection):
     """Another request decodes meanwhile, and the engine's blocks are used again by the next one."""
