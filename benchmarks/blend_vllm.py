@@ -35,7 +35,8 @@ ROUNDS, PROMPTS, LONG_PROMPTS, GAPS, BATCHES = (
 RATIO = 0.15
 SELECTIONS = "attended", "deviation", "first"
 NAIVE = "none"
-LARGEST_SHARE = {"attended": 15.0, "deviation": 25.0}
+TAKEN = "{}, documents taken out of another prompt"
+LARGEST_SHARE = {"attended": 15.0, "deviation": 25.0, TAKEN.format("attended"): 20.0}
 """Largest KL in per cent of naive reuse, for documents of 200 tokens."""
 LARGEST_TIME, LARGEST_GAP, LEAST_SPEED = 30.0, 1.2, 99.0
 DOCUMENT = {"lmcache": {"document": True}}
@@ -107,13 +108,36 @@ def announce(engine: BlendEngine, made: Prompt) -> str:
     return salt
 
 
-def blend(
-    engine: BlendEngine, made: Prompt, selection: str, salt: str, compared: int = 0, ratio: float = RATIO
-) -> Prefill:
-    """Run a blended request, and remember the log-probabilities after its last ``compared`` tokens under the
-    selection's name, if any. Raises RuntimeError if the prompt was not blended.
+def compute(engine: BlendEngine, made: Prompt) -> str:
+    """Compute the documents in one prompt, in another order and behind other text. They are taken out of it.
+
+    Returns the salt under which they are found.
     """
-    prefill = engine.prefill(made.blended(selection, salt, ratio), compared, selection if compared else "")
+    salt, documents = f"documents {next(_numbers)}", made.documents[::-1]
+    parameters = {"documents": list(map(len, documents)), "start": len(made.question)}
+    tokens = [*made.question, *itertools.chain(*documents), *made.question]
+    engine.prefill(
+        {"prompt": tokens, "cache_salt": salt, "kv_transfer_params": {"lmcache": {"blend": parameters}}}
+    )
+    engine.scrub_kv()
+    return salt
+
+
+def blend(
+    engine: BlendEngine,
+    made: Prompt,
+    selection: str,
+    salt: str,
+    compared: int = 0,
+    ratio: float = RATIO,
+    name: str = "",
+) -> Prefill:
+    """Run a blended request, and remember the log-probabilities after its last ``compared`` tokens, if any.
+
+    Their name is ``name``, or that of the selection. Raises RuntimeError if the prompt was not blended.
+    """
+    request, name = made.blended(selection, salt, ratio), name or selection
+    prefill = engine.prefill(request, compared, name if compared else "")
     if prefill.blended is None:
         raise RuntimeError(f"the prompt was not blended, but computed exactly: {engine.log[-2000:]}")
     return prefill
@@ -170,12 +194,14 @@ class Quality(NamedTuple):
 
 
 def quality(engine: BlendEngine, prompts: Iterator[Prompt]) -> dict[str, Quality]:
-    samples = {name: Quality([], [], []) for name in (NAIVE, *SELECTIONS)}
+    taken = {TAKEN.format(name): name for name in (NAIVE, *SELECTIONS)}
+    samples = {name: Quality([], [], []) for name in (NAIVE, *SELECTIONS, *taken)}
     for made in prompts:
-        salt = announce(engine, made)
+        salts = announce(engine, made), compute(engine, made)
         full = engine.prefill(made.exact(), len(made.question), "full")
         for name, values in samples.items():
-            prefill = blend(engine, made, name, salt, len(made.question))
+            selection, salt = taken.get(name, name), salts[name in taken]
+            prefill = blend(engine, made, selection, salt, len(made.question), name=name)
             divergence, agreement = engine.compare("full", name)
             measured = divergence, agreement, prefill.cpu_seconds / full.cpu_seconds
             for column, sample in zip(values, measured, strict=True):
