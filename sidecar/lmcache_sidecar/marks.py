@@ -112,7 +112,9 @@ class MarkTables:
 
     def table(self, place: MarkScope) -> MarkTable:
         """Return the table of a place for a call of an engine; an empty one if the place has none."""
-        table = self._tables.pop(place, None) or MarkTable(self._next)
+        table = self._tables.pop(place, None)
+        if table is None:  # an empty one is kept: an exchange may be about to fill it
+            table = MarkTable(self._next)
         self._tables[place] = table
         if len(self._tables) > MAX_NAMESPACES:
             dropped = self._tables.pop(next(iter(self._tables)))

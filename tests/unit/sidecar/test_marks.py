@@ -4,6 +4,7 @@ import logging
 import math
 import struct
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -94,8 +95,10 @@ class TierDouble:
         self.stored: dict[int, int] = {}
         self.calls: list[tuple[list[int], int, int]] = []  # added, since, limit
         self.error: Exception | None = None
+        self.meanwhile: Callable[[], object] = lambda: None  # runs while Redis answers
 
     def exchange_marks(self, namespace, added, now, capacity, query) -> bytes:
+        self.meanwhile()
         marks = list(struct.unpack(f"<{len(added) // 8}Q", added))
         self.calls.append((marks, *query))
         if self.error is not None:
@@ -133,6 +136,18 @@ async def test_pods_exchange_marks():
     assert first.share() == [1, 2, 3]
     assert [added for added, *_ in tier.calls] == [[1, 2], [], [3], []], "each mark is sent once"
     assert [since > 0 for _, since, _ in tier.calls] == [False, False, True, True], "all marks are read once"
+
+
+@in_a_loop
+async def test_engine_that_asks_while_redis_answers_loses_no_marks():
+    tier = TierDouble()
+    first, second = Pod(tier), Pod(tier)
+    first.share(1, 2)
+    await first.exchange.step()
+    second.share()
+    tier.meanwhile = second.share
+    await second.exchange.step()
+    assert second.share() == [1, 2]
 
 
 @in_a_loop
