@@ -29,6 +29,8 @@ _OVERLAP_SECONDS = 60.0
 _MAX_NEW_MARKS = 16_384
 """Largest number of marks to read if a sidecar does not read all."""
 
+_SLICE = 8192  # marks to add before other tasks run, in 2 to 7 ms
+
 
 class MarksExchange:
     """Exchanges the marks of ``tables``, while engines use them, until its task is cancelled."""
@@ -75,7 +77,9 @@ class MarksExchange:
             table.unsend(unsent)
             raise
         marks = np.frombuffer(packed, "<u8")
-        table.add(marks)
+        for start in range(0, len(marks), _SLICE):
+            table.add(marks[start : start + _SLICE])
+            await asyncio.sleep(0)
         table.exchanged_at = now
         if is_all:
             table.next_all = began + _ALL_SECONDS

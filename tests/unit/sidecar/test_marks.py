@@ -1,5 +1,6 @@
 """Tables of documents' marks, and their exchange with other pods."""
 
+import asyncio
 import logging
 import math
 import struct
@@ -148,6 +149,26 @@ async def test_engine_that_asks_while_redis_answers_loses_no_marks():
     tier.meanwhile = second.share
     await second.exchange.step()
     assert second.share() == [1, 2]
+
+
+@in_a_loop
+async def test_calls_of_engines_run_while_many_marks_are_added(monkeypatch):
+    tier, add = TierDouble(), MarkTable.add
+    pod = Pod(tier)
+    tier.stored = dict.fromkeys(range(40_000), 0)
+    loop, order = asyncio.get_running_loop(), []
+
+    def note(table, marks):
+        order.append(len(marks))
+        loop.call_soon(order.append, "call")
+        return add(table, marks)
+
+    pod.share()
+    monkeypatch.setattr(MarkTable, "add", note)
+    await pod.exchange.step()
+    assert order[::2] == [8192] * 4 + [40_000 - 4 * 8192]
+    assert set(order[1::2]) == {"call"}
+    assert len(pod.tables) == 40_000
 
 
 @in_a_loop
