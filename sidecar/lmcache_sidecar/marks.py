@@ -1,4 +1,4 @@
-"""Marks of documents that the engines of a namespace share. Pure; one event loop owns the tables.
+"""Marks of documents that the engines of a namespace share. One event loop owns the tables.
 
 A mark proposes to an engine that its prompt contains a document (docs/adr/0062). The sidecar does not
 interpret marks: they are 64-bit numbers. Each mark has a sequence number, so that an engine receives each

@@ -1,4 +1,4 @@
-"""State of requests that ask for a blended prompt, on the scheduler side. Pure."""
+"""State of requests that ask for a blended prompt, on the scheduler side."""
 
 from __future__ import annotations
 

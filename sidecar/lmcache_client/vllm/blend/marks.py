@@ -1,4 +1,4 @@
-"""Finds known documents in a prompt by their first tokens. Pure.
+"""Finds known documents in a prompt by their first tokens.
 
 A **mark** names a document in 8 bytes: the upper 40 bits are a **fingerprint** of its first ``START_TOKENS``
 tokens, and the lower 24 bits are its length in tokens. A mark only proposes a place: the rows of the document
