@@ -67,7 +67,9 @@ class MarksExchange:
         began, now = time.monotonic(), time.time()
         is_all = began >= table.next_all
         since = int(table.exchanged_at - _OVERLAP_SECONDS)
-        query = MarksQuery(0, service.MAX_MARKS) if is_all else MarksQuery(since, _MAX_NEW_MARKS)
+        # A full table keeps seven eighths: more would be the marks that it has just dropped.
+        most = service.MAX_MARKS * 7 // 8
+        query = MarksQuery(0, most) if is_all else MarksQuery(since, _MAX_NEW_MARKS)
         unsent = table.take_unsent()
         try:
             packed = await asyncio.to_thread(

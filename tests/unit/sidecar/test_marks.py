@@ -172,6 +172,21 @@ async def test_calls_of_engines_run_while_many_marks_are_added(monkeypatch):
 
 
 @in_a_loop
+@pytest.mark.usefixtures("small")
+async def test_full_table_does_not_receive_its_oldest_marks_again():
+    tier = TierDouble()
+    pod = Pod(tier)
+    tier.stored = dict.fromkeys(range(100, 100 + MANY), 0)
+    for marks in (), (1, 2, 3):
+        pod.share(*marks)
+        await pod.exchange.step()
+    table = pod.tables.table(PLACE)
+    end, table.next_all = table.end, -math.inf  # ten minutes later
+    await pod.exchange.step()
+    assert table.end == end
+
+
+@in_a_loop
 async def test_private_marks_and_idle_namespaces_are_not_exchanged():
     tier = TierDouble()
     pod = Pod(tier)
