@@ -30,7 +30,7 @@ class MarkScope(NamedTuple):
     """True: the marks are of this pod's engines only, because no other engine can find their rows."""
 
 
-class MarkTable:
+class ScopeMarks:
     """The marks of one place, the oldest first."""
 
     def __init__(self, first: int) -> None:
@@ -102,7 +102,7 @@ class MarkTables:
     """The tables of all places."""
 
     def __init__(self) -> None:
-        self._tables: dict[MarkScope, MarkTable] = {}  # the least recently used first
+        self._tables: dict[MarkScope, ScopeMarks] = {}  # the least recently used first
         self.asked = asyncio.Event()
         """Set while ``take_asked`` would return a table."""
         self._next = 1  # sequence numbers are not used again: an engine may continue from a dropped table
@@ -110,11 +110,11 @@ class MarkTables:
     def __len__(self) -> int:
         return sum(map(len, self._tables.values()))
 
-    def table(self, place: MarkScope) -> MarkTable:
+    def table(self, place: MarkScope) -> ScopeMarks:
         """Return the table of a place for a call of an engine; an empty one if the place has none."""
         table = self._tables.pop(place, None)
         if table is None:  # an empty one is kept: an exchange may be about to fill it
-            table = MarkTable(self._next)
+            table = ScopeMarks(self._next)
         self._tables[place] = table
         if len(self._tables) > MAX_NAMESPACES:
             dropped = self._tables.pop(next(iter(self._tables)))
@@ -124,7 +124,7 @@ class MarkTables:
             self.asked.set()
         return table
 
-    def take_asked(self) -> list[tuple[bytes, MarkTable]]:
+    def take_asked(self) -> list[tuple[bytes, ScopeMarks]]:
         """Return the tables that engines have used since the last call, except private ones."""
         self.asked.clear()
         asked = [(place.namespace, table) for place, table in self._tables.items() if table.is_asked]

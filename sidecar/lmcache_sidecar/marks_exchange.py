@@ -9,7 +9,7 @@ import time
 import numpy as np
 
 from lmcache_client.rpc import service
-from lmcache_sidecar.marks import MarkTable, MarkTables
+from lmcache_sidecar.marks import MarkTables, ScopeMarks
 from lmcache_store.common.backoff import Backoff
 from lmcache_store.common.logs import Reminders
 from lmcache_store.tiers.errors import ServerError, TierError, TierUnavailableError
@@ -63,7 +63,7 @@ class MarksExchange:
         self._num_failures += 1
         return _BACKOFF.seconds(self._num_failures)
 
-    async def _exchange(self, namespace: bytes, table: MarkTable) -> None:
+    async def _exchange(self, namespace: bytes, table: ScopeMarks) -> None:
         began, now = time.monotonic(), time.time()
         is_all = began >= table.next_all
         since = int(table.exchanged_at - _OVERLAP_SECONDS)

@@ -28,7 +28,7 @@ MAX_STEPS = 200
 
 @pytest.fixture(scope="module")
 def sidecar():
-    sidecar = SidecarProcess(memory_size="256Mi")
+    sidecar = SidecarProcess(memory_size="512Mi")
     sidecar.start()
     yield sidecar
     sidecar.close()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lmcache_client.rpc import service
 from lmcache_sidecar import marks_exchange
-from lmcache_sidecar.marks import MAX_NAMESPACES, MarkScope, MarkTable, MarkTables
+from lmcache_sidecar.marks import MAX_NAMESPACES, MarkScope, MarkTables, ScopeMarks
 from lmcache_sidecar.marks_exchange import MarksExchange
 from lmcache_store.tiers.errors import ServerError, TierUnavailableError
 from tests.harness.loops import in_a_loop
@@ -45,7 +45,7 @@ def small(monkeypatch):
 @pytest.mark.usefixtures("small")
 def test_table_is_a_bounded_list_without_repetitions(calls, first):
     """A reader that asks after each call receives each new mark once, in order."""
-    table, model, received, since = MarkTable(first), deque[int](), [], 0
+    table, model, received, since = ScopeMarks(first), deque[int](), [], 0
     added: list[int] = []
     for marks in calls:
         new = [mark for mark in dict.fromkeys(marks[-MANY:]) if mark not in model]
@@ -153,7 +153,7 @@ async def test_engine_that_asks_while_redis_answers_loses_no_marks():
 
 @in_a_loop
 async def test_calls_of_engines_run_while_many_marks_are_added(monkeypatch):
-    tier, add = TierDouble(), MarkTable.add
+    tier, add = TierDouble(), ScopeMarks.add
     pod = Pod(tier)
     tier.stored = dict.fromkeys(range(40_000), 0)
     loop, order = asyncio.get_running_loop(), []
@@ -164,7 +164,7 @@ async def test_calls_of_engines_run_while_many_marks_are_added(monkeypatch):
         return add(table, marks)
 
     pod.share()
-    monkeypatch.setattr(MarkTable, "add", note)
+    monkeypatch.setattr(ScopeMarks, "add", note)
     await pod.exchange.step()
     assert order[::2] == [8192] * 4 + [40_000 - 4 * 8192]
     assert set(order[1::2]) == {"call"}

@@ -29,11 +29,11 @@ _BLOCK = 1 << 14
 _BASE = 0x9E3779B97F4A7C15  # odd: it has an inverse modulo 2**64
 _FULL = 255  # a bucket with so many fingerprints is never emptied
 
-Words = npt.NDArray[np.uint64]
+Hashes = npt.NDArray[np.uint64]
 _Lengths = dict[int, tuple[int, ...]]
 
 
-def _powers(base: int, number: int) -> Words:
+def _powers(base: int, number: int) -> Hashes:
     factors = np.full(number, base, np.uint64)
     factors[0] = 1
     return np.cumprod(factors, dtype=np.uint64)
@@ -152,7 +152,7 @@ class MarkTable:
         return _choose(np.concatenate(starts), np.concatenate(fingerprints), lengths, len(tokens) - 1)
 
 
-def _filled(filters: Sequence[npt.NDArray[np.uint8]], buckets: Words) -> npt.NDArray[np.int64]:
+def _filled(filters: Sequence[npt.NDArray[np.uint8]], buckets: Hashes) -> npt.NDArray[np.int64]:
     """Return the indices of the buckets that are filled in one of the filters."""
     places, bits = (buckets >> np.uint64(3)).view(np.int64), np.uint8(1) << (buckets.astype(np.uint8) & 7)
     is_filled = filters[0].take(places) & bits
@@ -161,7 +161,7 @@ def _filled(filters: Sequence[npt.NDArray[np.uint8]], buckets: Words) -> npt.NDA
     return np.flatnonzero(is_filled != 0)
 
 
-def _hashes(tokens: Sequence[int], seed: int) -> Words:
+def _hashes(tokens: Sequence[int], seed: int) -> Hashes:
     """Return a hash of ``START_TOKENS`` tokens from each start on, for at most ``_BLOCK`` starts."""
     words = np.frombuffer(array("Q", tokens), np.uint64)
     sums = np.zeros(len(words) + 1, np.uint64)
@@ -177,7 +177,7 @@ def _hashes(tokens: Sequence[int], seed: int) -> Words:
 
 
 def _choose(
-    starts: npt.NDArray[np.int64], fingerprints: Words, tables: Sequence[_Lengths], last: int
+    starts: npt.NDArray[np.int64], fingerprints: Hashes, tables: Sequence[_Lengths], last: int
 ) -> list[range]:
     """Return the documents from these ascending starts. Few of the fingerprints are unknown.
 
