@@ -374,6 +374,15 @@ def test_auto_finds_the_beginning_of_earlier_prompts(auto):
     assert places(blend(auto, request)) == [(40, 40, 232)]
 
 
+def test_common_start_of_earlier_prompts_hides_no_document(auto):
+    system = document(9, 80)
+    auto.learn(1, 2)
+    compute(auto, [*system, *document(3), *document(4)])
+    auto.send([*system, *document(2), *document(1), *document(5, 60)], params=None)
+    found = auto.scheduler._asked["r"].params.documents
+    assert found == (range(80), range(80, 280), range(280, 480))
+
+
 def test_other_modes_learn_no_prompts(rig):
     compute(rig, [*document(1), *document(4)])
     rig.send(prompt(1, start=START))

@@ -61,7 +61,9 @@ class Model:
             limit = min(rest[0] if rest else len(prompt), len(prompt) - 1)
             before_next = [n for n in heads[start] if start + n <= limit]
             before_end = [n for n in heads[start] if start + n < len(prompt)]
-            stop = start + max(before_next or before_end or [len(prompt) - 1 - start])
+            later = [match for match in rest if match >= start + START_TOKENS]
+            end = min([*later, len(prompt) - 1])
+            stop = start + max(before_next or before_end or [end - start])
             places.append((start, stop))
             matches = [match for match in rest if match >= stop]
         return places
@@ -122,6 +124,27 @@ def test_prompt_that_is_a_document_leaves_a_token_of_question(num_tokens):
 
 def test_longer_document_is_proposed_up_to_the_question():
     assert places_of(table_of(document(1, 500)), [3, 4, *document(1, 500)[:100]]) == [(2, 101)]
+
+
+def test_next_document_ends_one_whose_lengths_are_all_too_long():
+    first, second = document(1, 500), document(2, 100)
+    assert found(table_of(first, second), [3, *first[:90], *second, 5]) == [(1, 91), (91, 191)]
+
+
+def test_next_document_ends_an_earlier_prompt():
+    """Unlike documents, prompts go on behind what other prompts repeat."""
+    first, second = document(1, 300), document(2, 100)
+    prompt = [*first[:80], *second, *document(3, 300)]
+    assert found(MarkTable(), prompt, more=table_of(first, second)) == [(0, 80), (80, 180)]
+    assert found(table_of(second), prompt, more=table_of(first)) == [(0, 80), (80, 180)]
+    assert found(table_of(first), prompt, more=table_of(second)) == [(0, 300)]
+
+
+@pytest.mark.parametrize("token", [-1, -(1 << 70), 1 << 64])
+def test_numbers_that_are_no_tokens_hide_no_document(token):
+    prompt = [token, *document(1, 100), token]
+    assert found(table_of(document(1, 100)), prompt) == [(1, 101)]
+    assert found(table_of(prompt), [3, *prompt, 3]) == [(1, 103)]
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, START_TOKENS - 1])

@@ -27,6 +27,7 @@ _LOWER = (1 << _BUCKET_BITS) - 1
 _BLOCK = 1 << 14
 """Starts that are hashed together. Their numbers fit into a processor's cache."""
 _BASE = 0x9E3779B97F4A7C15  # odd: it has an inverse modulo 2**64
+_BITS = (1 << 64) - 1
 _FULL = 255  # a bucket with so many fingerprints is never emptied
 
 Hashes = npt.NDArray[np.uint64]
@@ -128,13 +129,14 @@ class MarkTable:
         """Return the ranges of a prompt that may be known documents: ascending, disjoint, not empty.
 
         There are at most ``MAX_DOCUMENTS``, and at least one token follows the last one. A document ends
-        before the next match if one of its known lengths allows that. Otherwise the longest one counts.
-        A prompt of 64k tokens takes about 2 ms.
+        before the next match if one of its known lengths allows that. Otherwise the longest one counts, or
+        it ends at the next match if all are too long. A prompt of 64k tokens takes about 2 ms.
 
         Args:
-            tokens: the prompt's tokens, none negative.
+            tokens: the prompt's tokens.
             seed: see ``seed_of``.
-            more: another table whose documents are found, too.
+            more: another table whose documents are found, too. They may end too late, so another match ends
+                them.
         """
         tables = [table for table in (self, more) if table]
         if not tables or len(tokens) < START_TOKENS:
@@ -148,8 +150,8 @@ class MarkTable:
             in_both = _filled(filters, hashes & np.uint64(_LOWER))
             starts.append(matches[in_both] + first)
             fingerprints.append(hashes[in_both])
-        lengths = [table._lengths for table in tables]
-        return _choose(np.concatenate(starts), np.concatenate(fingerprints), lengths, len(tokens) - 1)
+        lengths = self._lengths, more._lengths if more else {}
+        return _choose(np.concatenate(starts), np.concatenate(fingerprints), *lengths, len(tokens) - 1)
 
 
 def _filled(filters: Sequence[npt.NDArray[np.uint8]], buckets: Hashes) -> npt.NDArray[np.int64]:
@@ -163,7 +165,10 @@ def _filled(filters: Sequence[npt.NDArray[np.uint8]], buckets: Hashes) -> npt.ND
 
 def _hashes(tokens: Sequence[int], seed: int) -> Hashes:
     """Return a hash of ``START_TOKENS`` tokens from each start on, for at most ``_BLOCK`` starts."""
-    words = np.frombuffer(array("Q", tokens), np.uint64)
+    try:
+        words = np.frombuffer(array("Q", tokens), np.uint64)
+    except OverflowError:  # without a tokenizer, vLLM does not check what a client sends
+        words = np.array([token & _BITS for token in tokens], np.uint64)
     sums = np.zeros(len(words) + 1, np.uint64)
     np.cumsum(words * _POWERS[: len(words)], out=sums[1:])
     hashes = sums[START_TOKENS:] - sums[:-START_TOKENS]
@@ -177,17 +182,17 @@ def _hashes(tokens: Sequence[int], seed: int) -> Hashes:
 
 
 def _choose(
-    starts: npt.NDArray[np.int64], fingerprints: Hashes, tables: Sequence[_Lengths], last: int
+    starts: npt.NDArray[np.int64], fingerprints: Hashes, known: _Lengths, more: _Lengths, last: int
 ) -> list[range]:
     """Return the documents from these ascending starts. Few of the fingerprints are unknown.
 
-    ``last``: the documents end at this token or before.
+    ``known``, ``more``: see ``find``; ``last``: the documents end at this token or before.
     """
     # A repeated token gives a run of equal fingerprints. Each run costs one search.
     is_first = np.ones(len(starts), np.bool_)
     np.not_equal(fingerprints[1:], fingerprints[:-1], out=is_first[1:])
     runs = fingerprints[is_first].tolist()
-    is_known = np.any([[fingerprint in lengths for fingerprint in runs] for lengths in tables], axis=0)
+    is_known = np.any([[fingerprint in lengths for fingerprint in runs] for lengths in (known, more)], axis=0)
     is_match = is_known[np.cumsum(is_first) - 1]
     starts, fingerprints = starts[is_match], fingerprints[is_match]
     documents: list[range] = []
@@ -195,10 +200,13 @@ def _choose(
     while index < len(starts) and len(documents) < MAX_DOCUMENTS:
         start, fingerprint = int(starts[index]), int(fingerprints[index])
         limit = int(starts[index + 1]) if index + 1 < len(starts) else last
-        lengths = [length for table in tables for length in table.get(fingerprint, ())]
-        fitting = [length for length in lengths if start + length <= limit]
+        lengths, late = known.get(fingerprint, ()), more.get(fingerprint, ())
+        fitting = [length for length in (*lengths, *late) if start + length <= limit]
         fitting = fitting or [length for length in lengths if start + length <= last]
-        stop = start + max(fitting, default=last - start)
+        stop = start + max(fitting, default=0)
+        if not fitting:
+            following = index + int(np.searchsorted(starts[index:], start + START_TOKENS))
+            stop = int(starts[following]) if following < len(starts) else last
         documents.append(range(start, stop))
         index += int(np.searchsorted(starts[index:], stop))
     return documents
