@@ -43,6 +43,9 @@ _MAX_UNSENT_TIMES = 4096
 MIN_ANSWER_SECONDS, MAX_ANSWER_SECONDS = 0.02, 0.2
 """Bounds of the measured time that the sidecar has for an answer."""
 
+_IDLE_SECONDS = 5.0
+"""Time without tasks between two calls of ``LookupThread.idle_task``."""
+
 _FEW_KEYS = 32
 """Number of keys that the calling thread computes itself, in about 20 us. Waking a thread takes longer."""
 
@@ -74,6 +77,8 @@ class LookupThread:
         self.answer_seconds = answer_seconds or MIN_ANSWER_SECONDS
         """Longest silence of the sidecar before its answer is late, in seconds. If measured, it is twice the
         99th percentile of the latest answer times, within bounds."""
+        self.idle_task: Callable[[SidecarSession], object] | None = None
+        """Calls the sidecar from time to time while there are no tasks. Set this before ``run``."""
         self.private_reason = ""
         """Why keys became private after the attach, for the sidecar's pages; empty: they did not."""
         self._answered_at = -math.inf  # time of the sidecar's last answer to any call
@@ -225,9 +230,12 @@ class LookupThread:
             try:
                 task = self._queue.get(timeout=self._idle_seconds)
             except queue.Empty:
-                if not (self._has_unreleased or self._times):
+                if self._has_unreleased or self._times:
+                    task = partial(self._release_ids, [])
+                elif self.idle_task is not None:
+                    task = partial(self._call, self.idle_task)
+                else:
                     continue
-                task = partial(self._release_ids, [])
             if task is None:
                 break
             self._do(task)
@@ -242,7 +250,9 @@ class LookupThread:
         """Longest wait for a task; None: nothing is left to send."""
         if self._times:
             return _BATCH_SECONDS
-        return PAUSE_SECONDS if self._has_unreleased else None
+        if self._has_unreleased:
+            return PAUSE_SECONDS
+        return None if self.idle_task is None else _IDLE_SECONDS
 
     def _do(self, task: Callable[[], object]) -> None:
         try:

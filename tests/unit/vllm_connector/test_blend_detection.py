@@ -1,11 +1,16 @@
 """Prompts whose documents the engine finds itself, on the scheduler side."""
 
 import logging
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from lmcache_client.core import lookups
+from lmcache_client.vllm.blend import known
+from lmcache_client.vllm.blend.marks import make_mark, seed_of
 from lmcache_client.vllm.blend.scheduler import MAX_FAILURES
 from lmcache_client.vllm.hand_over import announce
 from tests.harness.client.blend_rig import BLENDING, FIND, QUESTION, document, fake_hashes, prompt
@@ -357,6 +362,24 @@ def test_document_is_known_when_it_is_computed(rig, computed, is_known):
     assert ("r" in rig.scheduler._asked) is is_known
     if is_known:
         assert places(blend(rig, request)) == [(40, 40, 264), (290, 290, 514)]
+
+
+def test_idle_engine_learns_the_documents_of_other_engines(make_rig, monkeypatch):
+    monkeypatch.setattr(lookups, "_IDLE_SECONDS", 0.01)
+    rig, is_asked = make_rig(), threading.Semaphore(0)
+
+    def share_marks(marks, since, timeout=None):
+        is_asked.release()
+        return SimpleNamespace(marks=np.array([mark], "<u8").tobytes(), since=1)
+
+    mark = make_mark(document(1), 200, seed_of(NAMESPACE, None))
+    monkeypatch.setattr(known, "POLL_SECONDS", 0)
+    rig.session.share_marks = share_marks
+    for _ in range(2):
+        assert is_asked.acquire(timeout=10)
+    rig.drain_lookups()
+    rig.send([*START, *document(1), *QUESTION])
+    assert "r" in rig.scheduler._asked
 
 
 def test_documents_that_a_blended_prompt_names_are_known(rig):

@@ -98,12 +98,14 @@ class KnownDocuments:
     def poll(self, lookups: LookupThread) -> None:
         """Let the lookup thread exchange marks, if the last poll was ``POLL_SECONDS`` ago or earlier.
 
-        Callers may poll in every step: another engine's document is found sooner.
+        From then on, the thread also does so while it is idle. So the first prompt after a pause finds the
+        documents of other engines, too.
         """
         self._lookups = lookups
+        lookups.idle_task = partial(self._share, lookups)
         if (now := self._clock()) - self._polled_at >= POLL_SECONDS:
             self._polled_at = now
-            lookups.run(partial(self._share, lookups))
+            lookups.run(lookups.idle_task)
 
     def clear(self) -> None:
         """Forget all documents: a new, random namespace begins. No other engine can use its documents."""
