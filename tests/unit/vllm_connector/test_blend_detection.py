@@ -236,6 +236,13 @@ def test_handed_over_prompt_waits_for_its_exact_kv(auto):
     assert_exact(auto, request)
 
 
+def test_prompt_that_is_handed_over_is_computed_exactly(auto):
+    """The decode engine would find no blended KV, and compute the prompt again."""
+    auto.learn(1, 2)
+    assert_exact(auto, auto.send(prompt(2, 1, start=START), params={"do_remote_decode": True}))
+    assert auto.scheduler._asked == {}
+
+
 def test_request_waits_for_documents_that_are_promoted(auto):
     lookup, auto.session.memory_only = auto.session.lookup, False
 

@@ -42,7 +42,7 @@ from lmcache_client.vllm.blend.marks import START_TOKENS
 from lmcache_client.vllm.blend.params import ParamsError, is_document, read_blend
 from lmcache_client.vllm.blend.separator import Separator
 from lmcache_client.vllm.blend.taking import look_up_taken, plan_takes
-from lmcache_client.vllm.hand_over import FIELD
+from lmcache_client.vllm.hand_over import FIELD, wants_hand_over
 from lmcache_client.vllm.scheduler import VLLMScheduler
 
 if TYPE_CHECKING:
@@ -145,6 +145,8 @@ class BlendingScheduler(VLLMScheduler):
         if lookups is None or self._num_failures >= MAX_FAILURES or not can_blend(request):
             return
         if params.is_detected:
+            if wants_hand_over(request_params):  # blended KV is not stored, so the next engine can't load it
+                return
             if not (documents := self._known.find(request.all_token_ids, state.ticket, lookups)):
                 return
             params = replace(params, documents=tuple(documents))
