@@ -1,16 +1,11 @@
 """Prompts whose documents the engine finds itself, on the scheduler side."""
 
 import logging
-import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-from lmcache_client.core import lookups
-from lmcache_client.vllm.blend import known
-from lmcache_client.vllm.blend.marks import make_mark, seed_of
 from lmcache_client.vllm.blend.scheduler import MAX_FAILURES
 from lmcache_client.vllm.hand_over import announce
 from tests.harness.client.blend_rig import BLENDING, FIND, QUESTION, document, fake_hashes, prompt
@@ -236,13 +231,6 @@ def test_handed_over_prompt_waits_for_its_exact_kv(auto):
     assert_exact(auto, request)
 
 
-def test_prompt_that_is_handed_over_is_computed_exactly(auto):
-    """The decode engine would find no blended KV, and compute the prompt again."""
-    auto.learn(1, 2)
-    assert_exact(auto, auto.send(prompt(2, 1, start=START), params={"do_remote_decode": True}))
-    assert auto.scheduler._asked == {}
-
-
 def test_request_waits_for_documents_that_are_promoted(auto):
     lookup, auto.session.memory_only = auto.session.lookup, False
 
@@ -371,24 +359,6 @@ def test_document_is_known_when_it_is_computed(rig, computed, is_known):
         assert places(blend(rig, request)) == [(40, 40, 264), (290, 290, 514)]
 
 
-def test_idle_engine_learns_the_documents_of_other_engines(make_rig, monkeypatch):
-    monkeypatch.setattr(lookups, "_IDLE_SECONDS", 0.01)
-    rig, is_asked = make_rig(), threading.Semaphore(0)
-
-    def share_marks(marks, since, timeout=None):
-        is_asked.release()
-        return SimpleNamespace(marks=np.array([mark], "<u8").tobytes(), since=1)
-
-    mark = make_mark(document(1), 200, seed_of(NAMESPACE, None))
-    monkeypatch.setattr(known, "POLL_SECONDS", 0)
-    rig.session.share_marks = share_marks
-    for _ in range(2):
-        assert is_asked.acquire(timeout=10)
-    rig.drain_lookups()
-    rig.send([*START, *document(1), *QUESTION])
-    assert "r" in rig.scheduler._asked
-
-
 def test_documents_that_a_blended_prompt_names_are_known(rig):
     rig.store_rows(document(3))
     rig.blending("named")
@@ -402,15 +372,6 @@ def test_auto_finds_the_beginning_of_earlier_prompts(auto):
     request = auto.send(prompt(1, start=START), params=None)
     assert auto.scheduler._asked["r"].params.documents == (range(40, 259),)
     assert places(blend(auto, request)) == [(40, 40, 232)]
-
-
-def test_common_start_of_earlier_prompts_hides_no_document(auto):
-    system = document(9, 80)
-    auto.learn(1, 2)
-    compute(auto, [*system, *document(3), *document(4)])
-    auto.send([*system, *document(2), *document(1), *document(5, 60)], params=None)
-    found = auto.scheduler._asked["r"].params.documents
-    assert found == (range(80), range(80, 280), range(280, 480))
 
 
 def test_other_modes_learn_no_prompts(rig):

@@ -208,7 +208,9 @@ class BlendingScheduler(VLLMScheduler):
         if claim is None or num_blocks > self._open_loads.num_blocks:
             return num_exact
         if not blend.is_isolated:
-            if find(0) is None:  # with the other salt, the engine has none of these tokens
+            # With the other salt, the engine has none of these tokens.
+            whole, least = find(0), num_computed_tokens + self._settings.blend_min_tokens
+            if whole is None or whole.num_exact + whole.num_document_tokens < least:
                 return num_exact
             self._isolate(request, blend, state)
             state.offer = None
