@@ -68,8 +68,8 @@ class MarksExchange:
         is_all = began >= table.next_all
         since = int(table.exchanged_at - _OVERLAP_SECONDS)
         # A full table keeps seven eighths: more would be the marks that it has just dropped.
-        most = service.MAX_MARKS * 7 // 8
-        query = MarksQuery(0, most) if is_all else MarksQuery(since, _MAX_NEW_MARKS)
+        num_marks = service.MAX_MARKS * 7 // 8
+        query = MarksQuery(0, num_marks) if is_all else MarksQuery(since, _MAX_NEW_MARKS)
         unsent = table.take_unsent()
         try:
             packed = await asyncio.to_thread(

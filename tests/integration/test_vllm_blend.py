@@ -276,7 +276,7 @@ def test_unmarked_documents_are_found(engine, documents, tmp_path):
 
 
 def test_engine_of_another_pod_finds_documents_in_redis(engine, documents, shared_redis, tmp_path):
-    """Its requests need not ask."""
+    """Requests of that engine need not ask."""
     options = {"enable_prefix_caching": True, "max_num_batched_tokens": SLICE}
     tiers = {"memory_size": "256Mi", "remote_url": shared_redis.unix_url}
     with shared_redis.client as redis, SidecarProcess(**tiers) as other_sidecar:

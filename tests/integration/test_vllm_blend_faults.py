@@ -121,7 +121,7 @@ def test_sidecar_that_died_before_the_request(engine, sidecar, prompt):
 
 @pytest.mark.parametrize("fault", ["abort", "kill", "freeze"])
 def test_fault_while_documents_are_taken_out_of_a_prompt(engine, sidecar, prompt, fault):
-    """Its documents are not stored. Aborts come in each step, other faults while the prompt is computed."""
+    """No document is stored. Aborts come in each step, other faults while the prompt is computed."""
     for num_steps in range(1, 8) if fault == "abort" else (0,):
         unknown = Prompt.of(make_tokens(300), make_tokens(200))
         (full,) = cold(engine, unknown.tokens)

@@ -1,4 +1,4 @@
-"""What a scheduler side knows of documents when a prompt arrives, and prompts that are not worth a search."""
+"""Documents that a scheduler side knows when a prompt arrives, and prompts that are not worth a search."""
 
 import threading
 from types import SimpleNamespace
@@ -20,8 +20,8 @@ def test_common_start_of_earlier_prompts_hides_no_document(make_rig):
     earlier = rig.send([*system, *document(3), *document(4)], "earlier", params=None)
     rig.scheduler._known.learn_prompt(earlier.all_token_ids, 448, rig.scheduler._states["earlier"].ticket)
     rig.send([*system, *document(2), *document(1), *document(5, 60)], params=None)
-    found = rig.scheduler._asked["r"].params.documents
-    assert found == (range(80), range(80, 280), range(280, 480))
+    documents = rig.scheduler._asked["r"].params.documents
+    assert documents == (range(80), range(80, 280), range(280, 480))
 
 
 def test_idle_engine_learns_the_documents_of_other_engines(make_rig, monkeypatch):
@@ -36,7 +36,7 @@ def test_idle_engine_learns_the_documents_of_other_engines(make_rig, monkeypatch
     mark = make_mark(document(1), 200, seed_of(NAMESPACE, None))
     rig.session.share_marks = share_marks
     for _ in range(2):
-        assert is_asked.acquire(timeout=10)
+        assert is_asked.acquire(timeout=60)
     rig.drain_lookups()
     rig.send([*START, *document(1), *QUESTION])
     assert "r" in rig.scheduler._asked
@@ -51,7 +51,7 @@ def test_prompt_that_is_handed_over_is_not_searched(make_rig):
     assert request.cache_salt is None
 
 
-def test_engines_exact_blocks_are_kept_if_blending_wins_little(rig):
+def test_engine_reuses_its_exact_blocks_if_blending_wins_little(rig):
     """With the salt of blended prompts, 188 tokens would be computed, and 220 without it."""
     rig.learn(1)
     request = rig.send([*[5] * 160, *document(1), *QUESTION])

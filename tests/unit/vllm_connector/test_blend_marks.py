@@ -128,23 +128,23 @@ def test_longer_document_is_proposed_up_to_the_question():
 
 def test_next_document_ends_one_whose_lengths_are_all_too_long():
     first, second = document(1, 500), document(2, 100)
-    assert found(table_of(first, second), [3, *first[:90], *second, 5]) == [(1, 91), (91, 191)]
+    assert places_of(table_of(first, second), [3, *first[:90], *second, 5]) == [(1, 91), (91, 191)]
 
 
 def test_next_document_ends_an_earlier_prompt():
     """Unlike documents, prompts go on behind what other prompts repeat."""
     first, second = document(1, 300), document(2, 100)
     prompt = [*first[:80], *second, *document(3, 300)]
-    assert found(MarkTable(), prompt, more=table_of(first, second)) == [(0, 80), (80, 180)]
-    assert found(table_of(second), prompt, more=table_of(first)) == [(0, 80), (80, 180)]
-    assert found(table_of(first), prompt, more=table_of(second)) == [(0, 300)]
+    assert places_of(MarkTable(), prompt, more=table_of(first, second)) == [(0, 80), (80, 180)]
+    assert places_of(table_of(second), prompt, more=table_of(first)) == [(0, 80), (80, 180)]
+    assert places_of(table_of(first), prompt, more=table_of(second)) == [(0, 300)]
 
 
 @pytest.mark.parametrize("token", [-1, -(1 << 70), 1 << 64])
 def test_numbers_that_are_no_tokens_hide_no_document(token):
     prompt = [token, *document(1, 100), token]
-    assert found(table_of(document(1, 100)), prompt) == [(1, 101)]
-    assert found(table_of(prompt), [3, *prompt, 3]) == [(1, 103)]
+    assert places_of(table_of(document(1, 100)), prompt) == [(1, 101)]
+    assert places_of(table_of(prompt), [3, *prompt, 3]) == [(1, 103)]
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, START_TOKENS - 1])

@@ -183,7 +183,7 @@ def test_exact_lookups_never_find_taken_rows(rig):
 
 
 def test_document_at_the_beginning_gets_an_exact_tail(rig):
-    """Its KV does not depend on another document, and its chunks are those of the prompt."""
+    """The KV of this document does not depend on another one, and its chunks are those of the prompt."""
     tokens = document(1, 250) + document(2) + QUESTION
     _, (tail, other) = compute(rig, tokens, blend={"documents": [250, 200]})
     assert [isinstance(job, TakeJob) for job in (tail, other)] == [False, True]
@@ -207,9 +207,9 @@ def rows(num_rows):
 
 def test_taken_rows_at_the_beginning_are_not_exact():
     params = BlendParams((range(200), range(200, 400)), "attended", 0.15)
-    found = rows(3), rows(4)
-    assert find_claim(params, GRID, 0, rows(0), found, 300, 420) is None
-    claim = find_claim(params, GRID, 0, rows(1), found, 300, 420, taken={0})
+    stored = rows(3), rows(4)
+    assert find_claim(params, GRID, 0, rows(0), stored, 300, 420) is None
+    claim = find_claim(params, GRID, 0, rows(1), stored, 300, 420, taken={0})
     assert [(segment.begin, segment.is_taken) for segment in claim.segments] == [
         (0, False),
         (64, True),
@@ -245,11 +245,14 @@ class TakeRig:
         self.session, self.copier = SessionDouble(), CopierDouble()
         self.copier.row_bytes |= {STAGING_GROUP: 4096}
         self.taker, self.groups = Taker(self.copier), []
-        store = self.copier.store
-        self.copier.store = lambda group, *rest: (self.groups.append(group), store(group, *rest))
+        self._copy, self.copier.store = self.copier.store, self._store
         attached = self.session, self.copier, IDENTITY
         self.worker = BlendingWorker(lambda *_: attached, lambda _: cast(Any, self.taker), 64)
         self.worker.register_kv_caches({})
+
+    def _store(self, group, *rest):
+        self.groups.append(group)
+        return self._copy(group, *rest)
 
     def job(self, name=b"d", num_rows=3, job_id=1):
         row_keys = b"".join(NAMESPACE + (name + b"%d" % number).ljust(32) for number in range(num_rows))

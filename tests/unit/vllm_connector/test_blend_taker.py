@@ -23,9 +23,10 @@ TABLE = tuple(range(50, 50 + len(PROMPT) // TOKENS))
     ],
 )
 def test_document_is_taken_out_of_a_prompt(order, is_packed, dtype):
-    """It begins and ends inside blocks, and its last row has only one block. In the first layer, whose KV
-    depends on tokens and positions alone, the staged KV is that of the document alone. All KV returns to its
-    place.
+    """The document begins and ends inside blocks, and its last row has only one block.
+
+    In the first layer, KV depends on tokens and positions alone. There, the staged KV is that of the document
+    alone. All KV returns to its place.
     """
     rank = Rank(order, is_packed, dtype=dtype)
     blender, start, end = rank.blender, START, END

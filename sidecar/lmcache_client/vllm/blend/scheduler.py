@@ -147,8 +147,7 @@ class BlendingScheduler(VLLMScheduler):
         if params.is_detected:
             if wants_hand_over(request_params):  # blended KV is not stored, so the next engine can't load it
                 return
-            if not (documents := self._known.find(request.all_token_ids, state.ticket, lookups)):
-                return
+            documents = self._known.find(request.all_token_ids, state.ticket, lookups)
             params = replace(params, documents=tuple(documents))
         if num_reusable(params, self._grid) < settings.blend_min_tokens:
             return
@@ -248,13 +247,11 @@ class BlendingScheduler(VLLMScheduler):
             return self._find_documents(blend, lookups, num_known)
         return found, is_waiting
 
-    def note_scheduled(
-        self, request_id: str, get_tables: GetTables, num_computed_tokens: int, *args: Any
-    ) -> None:
+    def note_scheduled(self, request_id: str, get_tables: GetTables, num_computed: int, *args: Any) -> None:
         """Store the chunks that this step completes, and then documents that are not stored yet."""
-        super().note_scheduled(request_id, get_tables, num_computed_tokens, *args)
+        super().note_scheduled(request_id, get_tables, num_computed, *args)
         blend, state = self._asked.get(request_id), self._states.get(request_id)
-        if blend is None or not blend.may_take or num_computed_tokens < blend.params.documents[-1].stop:
+        if blend is None or not blend.may_take or num_computed < blend.params.documents[-1].stop:
             return
         blend.may_take = False
         if state is not None and self._stores is not None and state.ticket.namespace == self._namespace:
@@ -269,11 +266,10 @@ class BlendingScheduler(VLLMScheduler):
 
     def note_allocated(self, request_id: str, tables: BlockTables, num_tokens: int) -> None:
         """Create the load, see ``SchedulerSide``. Offers of blended prompts include tokens to compute."""
-        if blend := self._asked.get(request_id):
-            if not blend.is_isolated:
-                del self._asked[request_id]
-            elif num_tokens and (claim := blend.claim):
-                self._tracer.end_lookup(request_id, claim.num_exact + claim.num_document_tokens)
+        if (blend := self._asked.get(request_id)) and not blend.is_isolated:
+            del self._asked[request_id]
+        elif blend and num_tokens and (claim := blend.claim):
+            self._tracer.end_lookup(request_id, claim.num_exact + claim.num_document_tokens)
         super().note_allocated(request_id, tables, num_tokens)
 
     def _begin_load(self, state: RequestState, offer: Offer, num_tokens: int, tables: BlockTables) -> int:
