@@ -168,6 +168,17 @@ def test_document_with_exact_rows_is_not_taken(rig):
     assert request.cache_salt
 
 
+def test_rest_of_a_taken_document_is_stored_again(rig):
+    """Its last rows are evicted first, and its first row may remain as long as prompts name the document."""
+    compute(rig, prompt(1, 2, start=START))
+    for number in (1, 2):
+        hashes = key_hashes(GRID, fake_hashes(document(number)))[1:]
+        for key in keys.chunk_keys([hashlib.sha256(b"taken" + block_hash).digest() for block_hash in hashes]):
+            rig.session.committed.remove(rig.session.rows.pop(key))
+    _, jobs = compute(rig, prompt(2, 1, start=START), "s")
+    assert [(job.start, job.groups[0].keys) for job in jobs] == [(40, taken_keys(2)), (240, taken_keys(1))]
+
+
 def test_short_documents_are_not_taken(rig):
     tokens = START + document(1, 63) + document(2) + QUESTION
     _, (job,) = compute(rig, tokens, blend={"documents": [63, 200], "start": 40})

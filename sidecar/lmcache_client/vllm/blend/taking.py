@@ -69,7 +69,7 @@ def look_up_taken(blend: AskedBlend, lookups: LookupThread, num_known: int) -> b
 def plan_takes(
     blend: AskedBlend, state: RequestState, stores: Stores, grid: Grid, tables: BlockTables | None
 ) -> list[StoreJob]:
-    """Create a job for each document without rows, if the prompt was computed exactly.
+    """Create a job for each document that lacks taken rows, if the prompt was computed exactly.
 
     A document at the beginning of the prompt has exact KV. Its chunks are stored anyway, so only its tail is
     stored here.
@@ -87,10 +87,11 @@ def plan_takes(
     for number, (document, lookup) in enumerate(zip(blend.params.documents, blend.documents, strict=True)):
         if lookup is None or len(document) < MIN_TOKENS:
             continue
+        lacks_rows = lookup.num_found < len(lookup.ticket.hashes)
         if not document.start:
-            if number in blend.taken or lookup.num_found < len(lookup.ticket.hashes):
+            if number in blend.taken or lacks_rows:
                 jobs += stores.plan_tail(state, tables[0], document.stop)
-        elif number in blend.taken and not lookup.num_found and lookup.ticket.keys:
+        elif number in blend.taken and lacks_rows and lookup.ticket.keys:
             jobs += _plan_take(document, lookup.ticket, state, stores, grid, tables)
     return jobs
 
