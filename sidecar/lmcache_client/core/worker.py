@@ -280,15 +280,12 @@ class WorkerSide:
             transfer.fence = fence
             if self._names is not None:
                 transfer.job = self._names.store(transfer.job, salts)
-            self.thread_of(transfer).submit(self._run, transfer, client)
+            storer = self._urgent_storer if transfer.job.is_transient else self._storer
+            storer.submit(self._run, transfer, client)
 
     def make_store(self, job: StoreJob) -> StoreTransfer:
         """Create the transfer of a job."""
         return StoreTransfer(job)
-
-    def thread_of(self, transfer: StoreTransfer) -> futures.Executor:
-        """Return the thread that runs a store."""
-        return self._urgent_storer if transfer.job.is_transient else self._storer
 
     def _may_wait(self) -> bool:
         """Return True if an idle engine may wait for a load."""

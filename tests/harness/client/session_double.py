@@ -41,7 +41,7 @@ class SessionDouble:
         self.marks = b""  # of documents, from all calls
         self.memory_only = False
         self.is_down = False
-        self.is_copying = False
+        self.is_copying = 0  # blocks of several threads
         self.before_lookup: Callable[[], None] = lambda: None
         self.store_copier = StoreCopier(False, "KV in host memory")
         self.copy_blocks: Callable[[Sequence[BlockCopy]], list[bool]]
@@ -138,11 +138,11 @@ class SessionDouble:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        self.is_copying = True
+        self.is_copying += 1
         try:
             yield
         finally:
-            self.is_copying = False
+            self.is_copying -= 1
 
     def _reserve(self, key: bytes) -> Reservation:
         if key in self.rows:

@@ -2,15 +2,16 @@
 
 import hashlib
 import pickle
+import threading
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-from lmcache_client.core.blend_jobs import BlendJob, Segment
+from lmcache_client.core.blend_jobs import BlendJob, BlendStep, Segment
 from lmcache_client.core.copier import STAGING_GROUP
-from lmcache_client.core.jobs import GroupStore, StepMeta
+from lmcache_client.core.jobs import GroupLoad, GroupStore, LoadJob, StepMeta
 from lmcache_client.core.layout import Layout
 from lmcache_client.vllm.blend.documents import find_claim, key_hashes
 from lmcache_client.vllm.blend.params import BlendParams
@@ -19,12 +20,12 @@ from lmcache_client.vllm.blend.taking import TakeJob
 from lmcache_client.vllm.blend.worker import BlendingWorker
 from lmcache_store import keys
 from lmcache_store.common.timing import TIMING
-from lmcache_store.tiers.memory.contracts import Found
+from lmcache_store.tiers.memory.contracts import Found, Slot
 from testing.child_process import wait_until
 from tests.harness.client.blend_rig import QUESTION, FakeRequest, document, fake_hashes, prompt
 from tests.harness.client.scheduler_rig import GRID, blocks
 from tests.harness.client.session_double import SessionDouble
-from tests.harness.client.worker_rig import IDENTITY, CopierDouble
+from tests.harness.client.worker_rig import IDENTITY, CopierDouble, found_rows
 from tests.harness.sidecar.wire import NAMESPACE
 
 START = [5] * 40
@@ -244,6 +245,9 @@ class Taker:
         self.staging = Layout((torch.zeros(4, 8, dtype=torch.uint8),), 2)  # two rows
         self.after_take = lambda: None
 
+    def place(self, job, *_):
+        self.calls.append(job.request_id)
+
     def take(self, job, chunks, blocks):
         self.calls.append((job.start, chunks))
         for number, block in enumerate(blocks):
@@ -309,6 +313,26 @@ def test_chunks_go_through_the_staging_blocks_to_their_rows(takes):
     takes.take(takes.job(job_id=2))
     takes.wait()
     assert len(takes.taker.calls) == 2, "rows that are stored are not moved again"
+
+
+def test_loads_do_not_wait_for_documents_that_are_taken(takes):
+    """Only loads to the staging blocks wait, and only while these blocks are in use."""
+    gate, loaded = threading.Event(), set()
+    takes.taker.after_take = lambda: gate.wait(60)
+    takes.session.committed.append(Slot(60, 1))
+    found = found_rows((60, 1))
+    takes.take(takes.job(), takes.job(b"e", job_id=2))
+    wait_until(lambda: takes.taker.calls)
+    load = LoadJob("load", (GroupLoad(0, (90, 91), found, 0, 2),))
+    takes.worker.start_loads(StepMeta(loads=[load]))
+    blend = BlendJob("b", (1,) * 65, (80, 81, 82), 0, 0, 64, 64, (Segment(0, 0, 64, found),), "all", 1.0)
+    takes.worker.start_loads(StepMeta(blend=BlendStep(jobs=[blend])))
+    wait_until(lambda: loaded.update(takes.worker.collect(StepMeta())[1]) or loaded)
+    assert (loaded, takes.taker.calls) == ({"load"}, [(40, (0, 1))])
+    gate.set()
+    assert takes.wait(2) == {1: 1, 2: 1}
+    wait_until(lambda: "b" in takes.taker.calls)
+    assert takes.stored() == [[0, 0], *[[10, 11], [13, 14], [16, 17]] * 2]
 
 
 @pytest.mark.parametrize("fault", ["take", "copy", "down", "offline", "reclaimed", "reset"])

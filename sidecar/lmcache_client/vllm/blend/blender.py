@@ -143,7 +143,7 @@ class Blender:
         """Write chunks of a document to the first staging blocks, with K rotated to the document's positions.
 
         ``blocks`` has the blocks of each chunk. The work that writes them must have ended. It runs on the
-        loader thread, also while the model runs, and returns once the KV is written.
+        storer thread, also while the model runs, and returns once the KV is written.
         """
         size, per_row = self.passes.block_tokens, self.staging.blocks_per_row
         numbers, tokens = torch.tensor(chunks)[:, None], torch.arange(per_row * size)

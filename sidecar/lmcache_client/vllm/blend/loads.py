@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -32,11 +33,14 @@ class BlendTransfer(EngineTransfer):
     Tokens whose KV can't be placed, for any reason, are computed instead.
     """
 
-    def __init__(self, job: BlendJob, placer: Placer, chunk_tokens: int, fence: Fence) -> None:
+    def __init__(
+        self, job: BlendJob, placer: Placer, chunk_tokens: int, fence: Fence, staging_lock: threading.Lock
+    ) -> None:
         """``fence``: the engine's work that may still use the request's blocks."""
         super().__init__(job.request_id)
         self.job = job
         self._placer, self._chunk_tokens, self._fence = placer, chunk_tokens, fence
+        self._staging_lock = staging_lock
         self._block_tokens = chunk_tokens // placer.staging.blocks_per_row
         self.is_placed = torch.zeros(job.end, dtype=torch.bool)
         """Tokens whose KV is in the request's blocks."""
@@ -60,12 +64,13 @@ class BlendTransfer(EngineTransfer):
         return job.blocks[(job.begin + num_exact) // self._block_tokens :]
 
     def run(self, session: SidecarSession, copier: EngineCopier) -> None:
-        """See ``EngineTransfer``. No two transfers use the staging blocks: the loader has one thread."""
+        """See ``EngineTransfer``."""
         with torch.inference_mode():
             for segment, rows in self._batches():
                 if self.is_over:
                     return
-                self._place(segment, rows.start, self._load(segment, rows, session, copier))
+                with self._staging_lock:
+                    self._place(segment, rows.start, self._load(segment, rows, session, copier))
 
     def _batches(self) -> Iterator[tuple[Segment, range]]:
         """Split the segments' rows at the size of the staging blocks."""

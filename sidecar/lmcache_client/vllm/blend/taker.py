@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -23,14 +24,11 @@ class Taker(Protocol):
 
 
 class TakeTransfer(StoreTransfer):
-    """A running TakeJob. It runs on the loader thread, which alone uses the staging blocks.
+    """A running TakeJob. Blended prompts may wait for its copies, because it holds the staging blocks."""
 
-    So loads may wait for one document. They do not wait for the engine's work here: their fences are later.
-    """
-
-    def __init__(self, job: TakeJob, taker: Taker) -> None:
+    def __init__(self, job: TakeJob, taker: Taker, staging_lock: threading.Lock) -> None:
         super().__init__(job)
-        self._take_job, self._taker = job, taker
+        self._take_job, self._taker, self._staging_lock = job, taker, staging_lock
 
     def copy(self, session: SidecarSession, copier: EngineCopier, reserved: Sequence[NumberedPiece]) -> None:
         """See ``StoreTransfer``. The engine copies, because the sidecar does not know the staging blocks."""
@@ -41,10 +39,11 @@ class TakeTransfer(StoreTransfer):
             if self._is_cancelled:
                 return
             chunks, pieces = zip(*reserved[first : first + size], strict=True)
-            self._taker.take(self._take_job, chunks, [piece.blocks for piece in pieces])
-            for number, piece in enumerate(pieces):
-                row = session.view(piece.slot.row, copier.row_bytes[piece.group])
-                staged = range(number * per_row, (number + 1) * per_row)
-                copier.store(STAGING_GROUP, row, staged, self.fence)
-                if not self.note_copied(piece.slot):
-                    return
+            with self._staging_lock:
+                self._taker.take(self._take_job, chunks, [piece.blocks for piece in pieces])
+                for number, piece in enumerate(pieces):
+                    row = session.view(piece.slot.row, copier.row_bytes[piece.group])
+                    staged = range(number * per_row, (number + 1) * per_row)
+                    copier.store(STAGING_GROUP, row, staged, self.fence)
+                    if not self.note_copied(piece.slot):
+                        return

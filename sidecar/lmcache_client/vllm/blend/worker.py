@@ -10,9 +10,9 @@ ranks. So a rank that goes offline still runs its slices, and it places nothing 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from concurrent import futures
 from functools import partial
 from typing import Any, Protocol
 
@@ -75,6 +75,7 @@ class BlendingWorker(WorkerSide):
         self._blends: dict[str, BlendTransfer] = {}  # request id -> blend whose end is not reported
         self._running: dict[str, Slices | None] = {}  # ready requests in order; None: not begun
         self._last_step: Any = None  # whose slices have run
+        self._staging_lock = threading.Lock()  # of the staging blocks: the loader and the storer use them
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """See ``WorkerSide``. First prepares and tests blending, on the calling thread."""
@@ -98,18 +99,14 @@ class BlendingWorker(WorkerSide):
     def make_store(self, job: StoreJob) -> StoreTransfer:
         """See ``WorkerSide``."""
         if isinstance(job, TakeJob) and self.blender is not None:
-            return TakeTransfer(job, self.blender)
+            return TakeTransfer(job, self.blender, self._staging_lock)
         return super().make_store(job)
-
-    def thread_of(self, transfer: StoreTransfer) -> futures.Executor:
-        """See ``WorkerSide``. Only the loader thread uses the staging blocks."""
-        return self._loader if isinstance(transfer, TakeTransfer) else super().thread_of(transfer)
 
     def _take(self, blend: BlendStep, blender: Executor) -> None:
         jobs = [job for job in blend.jobs if job.request_id not in self._blends]
         client, fence = self._client, self._fence() if jobs else None
         for job in jobs:
-            transfer = BlendTransfer(job, blender, self._chunk_tokens, fence)
+            transfer = BlendTransfer(job, blender, self._chunk_tokens, fence, self._staging_lock)
             self._blends[job.request_id] = transfer
             self._loading.add(job.request_id)
             self._loader.submit(self._run, transfer, client)
