@@ -164,6 +164,21 @@ def test_tasks_that_queue_up_make_one_call():
     assert engine.session.calls == [(marks_of(*range(50)), 0)]
 
 
+def test_documents_of_a_prompt_take_one_task():
+    """Each task may take the GIL from the scheduler's thread."""
+    engine = Engine()
+    engine.serve()
+    engine.learn(*range(50))
+    assert len(engine.tasks) == 1
+    engine.session.error = SidecarUnavailableError("down")
+    engine.serve()
+    engine.now += POLL_SECONDS
+    engine.session.error = None
+    engine.learn(50)
+    engine.serve()
+    assert engine.session.calls[-1] == (marks_of(*range(51)), 0)
+
+
 @pytest.mark.parametrize("error", FAILURES, ids=str)
 def test_marks_of_a_failed_call_are_sent_with_the_next_one(error):
     engine = Engine()

@@ -170,7 +170,7 @@ def test_document_with_exact_rows_is_not_taken(rig):
 
 
 def test_rest_of_a_taken_document_is_stored_again(rig):
-    """Its last rows are evicted first, and its first row may remain as long as prompts name the document."""
+    """Last rows are evicted first. The first one may remain as long as prompts name the document."""
     compute(rig, prompt(1, 2, start=START))
     for number in (1, 2):
         hashes = key_hashes(GRID, fake_hashes(document(number)))[1:]
@@ -320,14 +320,19 @@ def test_loads_do_not_wait_for_documents_that_are_taken(takes):
     gate, loaded = threading.Event(), set()
     takes.taker.after_take = lambda: gate.wait(60)
     takes.session.committed.append(Slot(60, 1))
-    found = found_rows((60, 1))
+    row = found_rows((60, 1))
     takes.take(takes.job(), takes.job(b"e", job_id=2))
     wait_until(lambda: takes.taker.calls)
-    load = LoadJob("load", (GroupLoad(0, (90, 91), found, 0, 2),))
+    load = LoadJob("load", (GroupLoad(0, (90, 91), row, 0, 2),))
     takes.worker.start_loads(StepMeta(loads=[load]))
-    blend = BlendJob("b", (1,) * 65, (80, 81, 82), 0, 0, 64, 64, (Segment(0, 0, 64, found),), "all", 1.0)
+    blend = BlendJob("b", (1,) * 65, (80, 81, 82), 0, 0, 64, 64, (Segment(0, 0, 64, row),), "all", 1.0)
     takes.worker.start_loads(StepMeta(blend=BlendStep(jobs=[blend])))
-    wait_until(lambda: loaded.update(takes.worker.collect(StepMeta())[1]) or loaded)
+
+    def is_loaded():
+        loaded.update(takes.worker.collect(StepMeta())[1])
+        return loaded
+
+    wait_until(is_loaded)
     assert (loaded, takes.taker.calls) == ({"load"}, [(40, (0, 1))])
     gate.set()
     assert takes.wait(2) == {1: 1, 2: 1}

@@ -53,7 +53,7 @@ class KnownDocuments:
         self._learned: dict[int, float] = {}  # marks of this engine's documents, with the times to send them
         self._unsent: dict[int, None] = {}  # those that the sidecar has not confirmed
         self._lookups: LookupThread | None = None
-        self._polled_at = -math.inf
+        self._polled_at = self._queued_at = -math.inf
         # Only the lookup thread uses these.
         self._epoch: int | None = None
         self._since = 0
@@ -77,12 +77,15 @@ class KnownDocuments:
             self._documents.add([mark])
             if not self._is_shared or now - self._learned.get(mark, -math.inf) < REPEAT_SECONDS:
                 return
+            # Each task may take the GIL from this thread, so one task serves all documents of a prompt.
+            is_due = not self._unsent or now - self._queued_at >= POLL_SECONDS
             self._learned.pop(mark, None)
             self._learned[mark], self._unsent[mark] = now, None
             for marks in self._learned, self._unsent:
                 if len(marks) > MAX_FINGERPRINTS:
                     del marks[next(iter(marks))]
-        if self._lookups is not None:
+        if self._lookups is not None and is_due:
+            self._queued_at = now
             self._lookups.run(partial(self._share, self._lookups))
 
     def learn_prompt(self, tokens: Sequence[int], num_tokens: int, ticket: Ticket) -> None:
