@@ -130,7 +130,7 @@ class MarkTable:
 
         There are at most ``MAX_DOCUMENTS``, and at least one token follows the last one. A document ends
         before the next match if one of its known lengths allows that. Otherwise the longest one counts, or
-        it ends at the next match if all are too long. A prompt of 64k tokens takes about 2 ms.
+        it ends at the next match if all are too long. A prompt of 64k tokens takes 2 to 4 ms.
 
         Args:
             tokens: the prompt's tokens.
