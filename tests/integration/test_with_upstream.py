@@ -13,7 +13,7 @@ from testing.child_process import REPOSITORY
 from testing.engine import upstream
 from testing.engine.process import EngineProcess, multi_config, patient_config
 from testing.processes import SidecarProcess
-from tests.harness.client.real_engine import CHUNK, make_prompt
+from tests.harness.client.real_engine import CHUNK, assert_loaded, make_prompt
 from tools import payload
 
 pytestmark = pytest.mark.vllm
@@ -83,5 +83,4 @@ def test_one_engine_runs_both_connectors(
         sidecar.wait_usable()
         engine.scrub_kv()
         (hit,) = engine.generate(prompt)
-    assert hit.num_cached_tokens == NUM_CHUNKS * CHUNK
-    assert hit.kv == computed.kv
+    assert_loaded(hit, computed, NUM_CHUNKS * CHUNK)
