@@ -31,7 +31,7 @@ class MarkScope(NamedTuple):
 
 
 class ScopeMarks:
-    """The marks of one place, the oldest first."""
+    """The marks of one scope, the oldest first."""
 
     def __init__(self, first: int) -> None:
         """Create an empty table. ``first``: sequence number of its first mark."""
@@ -99,7 +99,7 @@ class ScopeMarks:
 
 
 class MarkTables:
-    """The tables of all places."""
+    """The tables of all scopes."""
 
     def __init__(self) -> None:
         self._tables: dict[MarkScope, ScopeMarks] = {}  # the least recently used first
@@ -110,16 +110,16 @@ class MarkTables:
     def __len__(self) -> int:
         return sum(map(len, self._tables.values()))
 
-    def table(self, place: MarkScope) -> ScopeMarks:
-        """Return the table of a place for a call of an engine; an empty one if the place has none."""
-        table = self._tables.pop(place, None)
+    def table(self, scope: MarkScope) -> ScopeMarks:
+        """Return the table of a scope for a call of an engine; an empty one if the scope has none."""
+        table = self._tables.pop(scope, None)
         if table is None:  # an empty one is kept: an exchange may be about to fill it
             table = ScopeMarks(self._next)
-        self._tables[place] = table
+        self._tables[scope] = table
         if len(self._tables) > MAX_NAMESPACES:
             dropped = self._tables.pop(next(iter(self._tables)))
             self._next = max(self._next, dropped.end)
-        if not place.is_private:
+        if not scope.is_private:
             table.is_asked = True
             self.asked.set()
         return table
@@ -127,7 +127,7 @@ class MarkTables:
     def take_asked(self) -> list[tuple[bytes, ScopeMarks]]:
         """Return the tables that engines have used since the last call, except private ones."""
         self.asked.clear()
-        asked = [(place.namespace, table) for place, table in self._tables.items() if table.is_asked]
+        asked = [(scope.namespace, table) for scope, table in self._tables.items() if table.is_asked]
         for _, table in asked:
             table.is_asked = False
         return asked

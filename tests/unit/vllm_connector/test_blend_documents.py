@@ -142,11 +142,11 @@ def test_exact_kv_is_no_part_of_documents_that_were_found():
 @pytest.mark.parametrize(
     ("case", "is_claimed"),
     [
-        ({"known": (4, 4), "question": 368}, True),  # 384 of 768 tokens lack
+        ({"known": (4, 4), "question": 368}, True),  # 384 of 768 tokens lack KV
         ({"known": (4, 4), "question": 369}, False),
         ({"known": (4, 4), "start": 384, "exact": 6, "question": 364}, True),
         ({"known": (4, 4), "start": 384, "begin": 384, "question": 364}, True),
-        ({"known": (4, 4), "start": 384}, False),  # nobody has the first 384 tokens
+        ({"known": (4, 4), "start": 384}, False),  # the first 384 tokens have no KV
         ({"known": (4, 0)}, False),  # a prefix
         ({"known": (0, 0)}, False),
         ({"known": (4, 4), "begin": 416}, False),
