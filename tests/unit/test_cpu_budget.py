@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from testing.child_process import REPOSITORY
-from tests.harness.cpu_budget import OUTSIDE, Report
+from tests.harness.cpu_budget import OUTSIDE, REFERENCE_MS, Report
 
 COUNT = """
 import subprocess, sys
@@ -51,6 +51,21 @@ def test_a_file_or_a_run_far_over_its_budget_fails_in_ci(tmp_path, seconds, is_e
     report.pytest_sessionfinish(session)
     assert session.exitstatus == status
     assert json.loads((tmp_path / "cpu.json").read_text()) == seconds
+
+
+@pytest.mark.parametrize(("probes", "status"), [([0.5], 1), ([1.0, 2.0], 1), ([1.0, 3.2], 0)])
+def test_budgets_grow_on_a_slow_processor(tmp_path, probes, status):
+    report = Report(tmp_path / "cpu.json", BUDGET, is_enforced=True)
+    seconds = {"test_large.py": 137.0} | {f"test_{number}.py": 25.0 for number in range(200)}
+    for half in (probes[::2], probes[1::2]):
+        output = {"cpu_probes_ms": [REFERENCE_MS * each for each in half]}
+        report.pytest_testnodedown(SimpleNamespace(workeroutput=output))
+    report.pytest_testnodedown(SimpleNamespace(workeroutput={"cpu_seconds": seconds}))
+    session = SimpleNamespace(
+        exitstatus=0, config=SimpleNamespace(pluginmanager=SimpleNamespace(get_plugin=lambda _: None))
+    )
+    report.pytest_sessionfinish(session)
+    assert session.exitstatus == status
 
 
 def test_summary_of_pytest_names_the_file_that_fails_the_run(tmp_path):
