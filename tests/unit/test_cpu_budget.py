@@ -32,6 +32,13 @@ def test_a_process_counts_once_when_it_has_ended():
 BUDGET = {"sum": 2000, "default": {"seconds": 10}, "files": {"test_large.py": {"seconds": 30}}}
 
 
+def exit_status(report):
+    config = SimpleNamespace(pluginmanager=SimpleNamespace(get_plugin=lambda _: None))
+    session = SimpleNamespace(exitstatus=0, config=config)
+    report.pytest_sessionfinish(session)
+    return session.exitstatus
+
+
 @pytest.mark.parametrize(
     ("seconds", "is_enforced", "status"),
     [
@@ -45,11 +52,7 @@ BUDGET = {"sum": 2000, "default": {"seconds": 10}, "files": {"test_large.py": {"
 def test_a_file_or_a_run_far_over_its_budget_fails_in_ci(tmp_path, seconds, is_enforced, status):
     report = Report(tmp_path / "cpu.json", BUDGET, is_enforced)
     report.pytest_testnodedown(SimpleNamespace(workeroutput={"cpu_seconds": seconds}))
-    session = SimpleNamespace(
-        exitstatus=0, config=SimpleNamespace(pluginmanager=SimpleNamespace(get_plugin=lambda _: None))
-    )
-    report.pytest_sessionfinish(session)
-    assert session.exitstatus == status
+    assert exit_status(report) == status
     assert json.loads((tmp_path / "cpu.json").read_text()) == seconds
 
 
@@ -61,11 +64,7 @@ def test_budgets_grow_on_a_slow_processor(tmp_path, probes, status):
         output = {"cpu_probes_ms": [REFERENCE_MS * each for each in half]}
         report.pytest_testnodedown(SimpleNamespace(workeroutput=output))
     report.pytest_testnodedown(SimpleNamespace(workeroutput={"cpu_seconds": seconds}))
-    session = SimpleNamespace(
-        exitstatus=0, config=SimpleNamespace(pluginmanager=SimpleNamespace(get_plugin=lambda _: None))
-    )
-    report.pytest_sessionfinish(session)
-    assert session.exitstatus == status
+    assert exit_status(report) == status
 
 
 def test_summary_of_pytest_names_the_file_that_fails_the_run(tmp_path):
