@@ -63,7 +63,7 @@ class _Memory:
     absent: AbsentChildren = field(default_factory=AbsentChildren)
     """Children that need no read, because they do not exist and the spec does not ask for them."""
     confirmed: float = -math.inf
-    """Time of the latest heartbeat."""
+    """Time of the answer to the latest heartbeat."""
     num_failures: int = 0
     """Consecutive reconciliations that failed."""
     num_waits: int = 0
@@ -162,13 +162,15 @@ class Reconciler:
         while memory := self._memories.get(key):
             due = memory.confirmed + _HEARTBEAT_SECONDS * random.uniform(0.8, 1.0)
             await asyncio.sleep(max(0.0, due - self._monotonic()))
-            memory.confirmed = self._monotonic()
             status = {HEARTBEAT: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
             try:
                 live = await self._api.apply_status(_header(key) | {"status": status}, HEARTBEAT_MANAGER)
             except ApiError as error:
+                memory.confirmed = self._monotonic()  # the next try is due in a minute
                 logger.info("%s: no heartbeat: %s", key, error)
                 continue
+            # Only after the answer: the next run may cancel the write, and then it is due at once.
+            memory.confirmed = self._monotonic()
             if live is None or live["metadata"].get("generation") != live["status"].get("observedGeneration"):
                 self._wake(key)
 

@@ -144,6 +144,34 @@ def test_heartbeat_confirms_an_idle_cluster_each_minute_and_wakes_nothing() -> N
     assert 50 <= len(beats) <= 70
 
 
+def test_heartbeat_that_a_run_cancels_is_written_after_that_run() -> None:
+    """A new cluster has many runs, and each may cancel the first heartbeat."""
+
+    async def scenario() -> float:
+        world = WatchedWorld()
+        apply_status = world.apply_status
+        sent, written = asyncio.Event(), list[float]()
+
+        async def apply(wanted: dict[str, Any], *manager: str) -> Any:
+            if manager and not sent.is_set():
+                sent.set()
+                await asyncio.Event().wait()
+            if manager:
+                written.append(now())
+            return await apply_status(wanted, *manager)
+
+        world.apply_status = apply
+        await world.notify("ADDED")
+        await sent.wait()
+        world.resource["metadata"]["generation"] += 1
+        await world.notify("MODIFIED")
+        await asyncio.sleep(100)
+        await world.queue.close()
+        return written[0]
+
+    assert run(scenario()) < 20
+
+
 def test_heartbeat_finds_a_change_whose_event_was_lost() -> None:
     async def scenario() -> float:
         world = WatchedWorld()
