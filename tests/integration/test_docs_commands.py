@@ -333,8 +333,10 @@ def prepare(plane: Cluster, terminal: Terminal, namespace: str, page: Page) -> N
     if page.example:
         plane.kubectl("apply", "--namespace", namespace, "--filename", EXAMPLES / page.example)
         plane.api.patch(CLUSTERS, page.name, {"spec": page.changes}, namespace)
-        ready = (f"lmcluster/{page.name}", "--for=condition=Ready", "--timeout=60s")
-        plane.kubectl("wait", "--namespace", namespace, *ready)
+        # The cluster of a reader is older than a minute, so it has a heartbeat, too.
+        for state in ("condition=Ready", "jsonpath={.status.lastHeartbeatTime}"):
+            wait = ("--namespace", namespace, f"lmcluster/{page.name}", f"--for={state}", "--timeout=60s")
+            plane.kubectl("wait", *wait)
         plane.api.patch(CLUSTERS, f"{page.name}/status", {"status": SIZED}, namespace)
     (terminal.folder / "values.yaml").write_text("replicas: 1\n")
     (terminal.folder / "request.json").write_text(json.dumps({"model": "m", "prompt": "p", "max_tokens": 1}))

@@ -101,6 +101,7 @@ def columns(plane: Cluster, namespace: str) -> dict[str, str]:
 
 
 def test_kubectl_get_prints_size_readiness_and_memory(plane, operator, shared):
+    plane.wait(lambda: "lastHeartbeatTime" in plane.api.get(CLUSTERS, NAME, shared)["status"])
     header, row = plane.kubectl("get", "lmcluster", "--namespace", shared).splitlines()
     columns = dict(zip(header.split(), row.split(), strict=True))
     printed = {
