@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -84,3 +85,17 @@ def test_summary_of_pytest_names_the_file_that_fails_the_run(tmp_path):
     *_, error, end = done.stdout.splitlines()
     assert error.startswith("ERROR test_small.py - 36.0 CPU-s, budget 10.0: make it lighter")
     assert end.startswith("1 passed, 1 error in ")
+
+
+def test_workers_report_the_speed_of_their_processor(tmp_path):
+    (tmp_path / "test_small.py").write_text("def test(): pass")
+    (tmp_path / "conftest.py").write_text(
+        "from tests.harness import cpu_budget\n"
+        "cpu_budget.INTERVAL_SECONDS = 0.001\n"
+        "pytest_plugins = ['tests.harness.cpu_budget']\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    argv = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--cpu-report", "cpu.json"]
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"x the budgets .* because a probe took \d+\.\d\d ms", done.stdout), done.stdout
