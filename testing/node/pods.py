@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from testing.child_process import wait_until
 from testing.kube.api import Object
 from testing.node import groups
 from testing.node.cluster import NodeCluster
@@ -85,21 +87,29 @@ class Pod:
         token, but not all.
 
         A busy API server can be later with the first token than the engine with the last one. So the
-        processes that compute run a tenth of the time until the token arrives.
+        processes that compute run for a hundredth of a second at a time until the token arrives. In between,
+        the other processes pass on what was computed, until all of them sleep.
         """
         has_begun = threading.Event()
-        computing = [*filter(_computes, self._processes("engine"))]
+        processes = self._processes("engine")
+        computing = [*filter(_computes, processes)]
+        serving = [process for process in processes if process not in computing]
         assert computing, "no process of the engine has a known title"
-        with contextlib.ExitStack() as stack:
-            request = threads.submit(complete, self.address, prompt, max_tokens, has_begun.set)
-            request.add_done_callback(lambda _: has_begun.set())  # also after an error
-            while not has_begun.wait(_SLICE_SECONDS):
-                with _stopped(computing):
-                    has_begun.wait(9 * _SLICE_SECONDS)
-            stack.enter_context(self.stopped("engine", but_first=but_first))
-            if request.done():
-                raise AssertionError(f"the request ended before the engine was stopped: {request.result()}")
-            yield request
+        began = time.monotonic()
+        with _stopped(computing):
+            with _real_time():
+                request = threads.submit(complete, self.address, prompt, max_tokens, has_begun.set)
+                request.add_done_callback(lambda _: has_begun.set())  # also after an error
+                # The client may need longer, too: the pauses grow to a quarter of the time that has passed.
+                while not has_begun.wait(max(9 * _SLICE_SECONDS, (time.monotonic() - began) / 4)):
+                    with _continued(computing):
+                        has_begun.wait(_SLICE_SECONDS)
+                    wait_until(lambda: has_begun.is_set() or all(map(_sleeps, serving)))
+            with self.stopped("engine", but_first=but_first):
+                if request.done():
+                    seconds = time.monotonic() - began
+                    raise AssertionError(f"the request ended within {seconds:.1f} s: {request.result()}")
+                yield request
 
     def _processes(self, container: str) -> list[str]:
         return (self.group(container) / "cgroup.procs").read_text().split()
@@ -146,11 +156,44 @@ def _stopped(processes: Iterable[str]) -> Iterator[None]:
         _signal(stopped, signal.SIGCONT)
 
 
+@contextlib.contextmanager
+def _continued(processes: list[str]) -> Iterator[None]:
+    """Let stopped processes run inside the context."""
+    _signal(processes, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        _signal(processes, signal.SIGSTOP)
+
+
+@contextlib.contextmanager
+def _real_time() -> Iterator[None]:
+    """Let this thread, and threads that it starts, wait for no core. On busy cores, a hundredth of a second
+    would otherwise take a tenth. Without the right to do so, nothing changes.
+    """
+    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, parameters)
+
+
 def _computes(process: str) -> bool:
     """Whether a process of vLLM or SGLang computes tokens, by its title."""
     with contextlib.suppress(FileNotFoundError):  # the process has ended
         return Path(f"/proc/{process}/comm").read_text().startswith(_COMPUTING)
     return False
+
+
+def _sleeps(process: str) -> bool:
+    """Whether no thread of a process runs, or waits for a core or the disk."""
+    states = []
+    for path in Path(f"/proc/{process}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            states.append(path.read_text().rpartition(")")[2].split()[0])
+    return set(states) <= {"S"}
 
 
 def _is_first(process: str) -> bool:
