@@ -1,7 +1,6 @@
 """``kubectl lmcache`` on a real kubelet, whose containers have logs, and whose network policies hold."""
 
 import json
-import threading
 from typing import Any
 from zipfile import ZipFile
 
@@ -25,28 +24,16 @@ def test_status_and_top_reach_the_sidecar_through_network_policies(tiny, kubectl
     assert (shown.returncode, shown.stderr) == (0, "")
     (row,) = [line for line in shown.stdout.splitlines() if line.startswith(pod.name)]
     assert "in use" in row
-    stop = threading.Event()
-
-    def ask() -> None:
-        while not stop.is_set():
-            pod.complete(prompt(31, 2048), 1)
 
     def reading() -> tuple[int, dict[str, Any]] | None:
-        """Figures of top; None if sidecar or engine got no processor in the two seconds of a reading."""
+        """Figures of top; None if the sidecar was later than a reading in a machine without a free core."""
         top = kubectl("top", "tiny", "--once", "-o", "json")
         (figures,) = json.loads(top.stdout)["pods"]
-        is_late = figures["problem"].startswith("no answer within") or figures["requestsPerSecond"] == 0
+        is_late = figures["problem"].startswith("no answer within") or figures["requestsPerSecond"] is None
         return None if is_late else (top.returncode, figures)
 
-    asking = threading.Thread(target=ask)
-    asking.start()
-    try:
-        returncode, figures = tiny.node.wait(reading)
-    finally:
-        stop.set()
-        asking.join()
-    assert (returncode, figures["problem"]) == (0, "")
-    assert figures["tokensPerSecond"]["engine"] > 0
+    returncode, figures = tiny.node.wait(reading)
+    assert (returncode, figures["problem"], figures["requestsPerSecond"]) == (0, "", 0)
 
 
 def test_report_has_the_logs_of_engine_sidecar_and_operator(tiny, kubectl, tmp_path):
