@@ -32,7 +32,8 @@ WAIT_SECONDS = 180
 SERVED = """#!/bin/sh
 PYTHONPATH="$PYTHONPATH:/opt/test" exec python -m testing.engine.served "$@"
 """
-MODULES = ("gpu", "kv_digests", "served", "simulated_gpu")
+TESTING = REPOSITORY / "testing"
+MODULES = "workers.py", *(f"engine/{path.name}" for path in TESTING.glob("engine/*.py"))
 
 
 def make_prompt(number: int) -> list[int]:
@@ -55,7 +56,7 @@ def gpus(installed):
 @pytest.fixture(scope="module")
 def programs(installed):
     """ConfigMap with two versions of ``vllm``, to be mounted as a volume."""
-    modules = {f"{name}.py": (REPOSITORY / "testing/engine" / f"{name}.py").read_text() for name in MODULES}
+    modules = {module.replace("/", "-"): (TESTING / module).read_text() for module in MODULES}
     offer_programs(installed, PROGRAMS, served=SERVED, idle=IDLE, **modules)
 
 

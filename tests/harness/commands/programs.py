@@ -21,7 +21,7 @@ def offer_programs(node, name: str, **files: str) -> None:
 
 
 def use_program(app, name: str, program: str, modules: Collection[str] = ()) -> None:
-    """Let the app's engine run this file of a ConfigMap, with modules of `testing.engine` from there."""
+    """Let the app's engine run this file of a ConfigMap, with modules from there: paths below `testing`."""
     template = app.spec["spec"]["engine"]["podTemplate"]["spec"]
     (container,) = template["containers"]
     venv = next(mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "venv")
@@ -29,7 +29,7 @@ def use_program(app, name: str, program: str, modules: Collection[str] = ()) -> 
     container["env"].append({"name": "PATH", "value": path})
     container["volumeMounts"].append({"name": name, "mountPath": _DIRECTORY})
     items: list[dict[str, Any]] = [
-        {"key": f"{module}.py", "path": f"testing/engine/{module}.py"} for module in modules
+        {"key": module.replace("/", "-"), "path": f"testing/{module}"} for module in modules
     ]
     items.append({"key": program, "path": "bin/vllm", "mode": 0o555})
     template["volumes"].append({"name": name, "configMap": {"name": name, "items": items}})
