@@ -195,7 +195,7 @@ def _choose(
     runs = fingerprints[is_first].tolist()
     is_known = np.any([[fingerprint in lengths for fingerprint in runs] for lengths in (known, more)], axis=0)
     is_match = is_known[np.cumsum(is_first) - 1]
-    # Of views, numbers and places cost less than of arrays.
+    # The loop reads single numbers: a view gives Python's, and bisect on it costs less than searchsorted.
     places, names = starts[is_match].data, fingerprints[is_match].data
     documents: list[range] = []
     index = 0
