@@ -55,12 +55,14 @@ def test_slot_is_not_reused_before_its_copy_ends(gpus):
     with make_sidecar(gpus, {"memory_size": "1Mi"}) as sidecar, GpuEngine(sidecar, gpus) as engine:
         start_stalled_store(gpus, sidecar, engine, timeout=3.0)  # real time: the copy hangs
         assert engine.answer() == "SidecarUnavailableError", "the engine must give up and abort"
+        sidecar.wait_usable()
         rows = sidecar.stats()["memory"]["usable_rows"]
         assert sidecar.stats()["memory"]["used_rows"] == num_slots_under_way(sidecar) == 1
         assert engine.ask("fill_by_itself", rows + 5) == rows - 1, "the slot under copy must not be reused"
         gpus.order("")
         wait_for_copies(sidecar, 0)
         assert engine.ask("fill_by_itself", rows + 5) == rows
+        sidecar.settled()  # no row can be evicted before the sidecar has its checksum
         assert engine.ask("store", [1], [OTHER_ROW]) == "stored"
         assert engine.ask("is_stored", 1, OTHER_ROW)
 

@@ -177,15 +177,18 @@ class Rank:
         self.client, self.session = self.attach(self.offer())
 
     def fill_by_itself(self, number: int) -> int:
-        """Store ``number`` new rows without the sidecar's copies. Returns the number of different slots."""
+        """Store ``number`` new rows without the sidecar's copies. Returns the number of different slots.
+
+        The sidecar refuses a row while it computes the checksums of all others.
+        """
         rows = set()
         for _ in range(number):
             self.num_fillers += 1
-            (reservation,) = self.session.reserve(0, self.key_of(10_000 + self.num_fillers))
-            assert reservation.slot is not None
-            rows.add(reservation.slot.row)
-            self.session.view(reservation.slot.row, ROW_BYTES)[...] = 7
-            self.session.commit([reservation.slot])
+            key = self.key_of(10_000 + self.num_fillers)
+            slot = wait_until(lambda key=key: self.session.reserve(0, key)[0].slot)
+            rows.add(slot.row)
+            self.session.view(slot.row, ROW_BYTES)[...] = 7
+            self.session.commit([slot])
         return len(rows)
 
     def _is_in(self, slot: int, row: Sequence[int]) -> bool:
@@ -246,7 +249,8 @@ class GpuEngine:
 
     def answer(self) -> Any:
         line = self._answers.readline()
-        assert line, f"the engine has ended: {self._process.log}"
+        if not line:  # the process closes the pipe before it writes its error into the log
+            raise AssertionError(f"the engine has ended with {self._process.wait()}: {self._process.log}")
         return json.loads(line)
 
     def ask(self, method: str, *arguments: Any) -> Any:
