@@ -151,7 +151,8 @@ class TestEvictionDuringALoad:
 class TestStores:
     def test_store_fails_while_all_rows_are_in_use(self, sidecar):
         with PageEngine(sidecar) as engine:
-            num_rows = sidecar.stats()["memory"]["usable_rows"]
+            # Rows of other tests can't be evicted before the sidecar has their checksums.
+            num_rows = sidecar.settled()["memory"]["usable_rows"]
             session = engine.client.session
             assert session is not None
             reserved = session.reserve(0, b"".join(b"r" * 32 + page for page in hashes_of(range(num_rows))))

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,16 @@ def num_slots_under_way(sidecar: SidecarProcess) -> int:
 
 def wait_for_copies(sidecar: SidecarProcess, number: int) -> None:
     sidecar.wait_until(lambda stats: stats["transfer"]["num_slots_under_way"] == number)
+
+
+def wait_pinned(sidecar: SidecarProcess) -> None:
+    """Wait until the reader has registered the arena with CUDA. It copies in batches from then on."""
+
+    def is_pinned(stats: dict[str, Any]) -> bool:
+        num_bytes: int = stats["transfer"]["pinned_bytes"]["reader"]
+        return num_bytes == stats["memory"]["capacity_bytes"]
+
+    sidecar.wait_until(is_pinned)
 
 
 def start_stalled_store(
@@ -100,6 +111,7 @@ def test_broken_context_affects_only_one_engine(gpus):
     ):
         for engine in (broken, healthy):
             engine.wait_until_copied_by(sidecar=True)
+        wait_pinned(sidecar)
         gpus.order("reader: fail cuMemcpyBatchAsync * 700")
         assert "CUDA_ERROR_ILLEGAL_ADDRESS" in broken.ask("store", [1], [ROW])
         gpus.order("")
@@ -152,6 +164,7 @@ def test_repeated_attaches_leak_nothing(gpus):
     ):
         for key, gpu_engine in enumerate((remaining, engine)):
             gpu_engine.store_by_sidecar([key], [ROW])
+        wait_pinned(sidecar)
         (before,), descriptors = gpus.processes("reader"), open_descriptors(sidecar)
         for key in range(100, 120):
             engine.ask("attach_again")

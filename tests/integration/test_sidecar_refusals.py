@@ -349,7 +349,9 @@ def test_engine_on_a_gpu_is_refused_if_the_arena_is_not_on_tmpfs(disk_arena, cap
         assert len([record for record in caplog.records if "tmpfs" in record.getMessage()]) == 1
         on_cpu = SidecarClient(sidecar.socket_path, make_hello(engine_uuid=b"c" * 16))
         on_cpu.start()
-        store(attached(on_cpu), 1)
+        session = attached(on_cpu)
+        usable(sidecar)
+        store(session, 1)
         for client in (on_gpu, on_cpu):
             client.close()
 

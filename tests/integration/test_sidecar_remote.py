@@ -112,6 +112,7 @@ def test_restarted_redis_gets_hit_rows_again(server, sidecar, attach):
 def test_rows_that_are_hit_in_an_outage_are_stored_after_it(server, sidecar, connect):
     """The outage lasts from before a restart of the sidecar, and only hits follow it."""
     session = attached(client := connect())
+    usable(sidecar)
     store(session, *ROWS)
     sidecar.wait_until(lambda stats: stats["remote"]["written"] == len(ROWS))
     server.kill()

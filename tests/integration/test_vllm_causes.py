@@ -28,6 +28,8 @@ def causes_of(sidecar, engine, *prompts) -> dict[str, int]:
     before = sidecar.stats()["causes"]
     for prompt in prompts:
         engine.serve(prompt)
+        # Rows can't be evicted for the next prompt before the sidecar has their checksums.
+        sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
     end = before["prompt_tokens"] + sum(map(len, prompts))
     sidecar.wait_until(lambda stats: stats["causes"]["prompt_tokens"] >= end)
     after = sidecar.stats()["causes"]

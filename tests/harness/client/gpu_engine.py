@@ -139,6 +139,7 @@ class Rank:
                 for key, group in zip(keys, groups, strict=True)
             ]
             if None in slots:
+                self.session.abort([slot for slot in slots if slot is not None])
                 return "busy"
         except SidecarError as error:
             return f"{type(error).__name__}: {error}"
