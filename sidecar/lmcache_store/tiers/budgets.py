@@ -7,7 +7,7 @@ name. Several tenants of the wire may share a budget, because one salt has a dif
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lmcache_store import keys
 from lmcache_store.tenant_names import DEFAULT_NAME
@@ -34,6 +34,8 @@ class Budget:
     """Bytes that the tenant's rows may take in the disk tier of this pod; 0: no bound."""
     priority: int = 0
     """Rows of lower priority are evicted first."""
+    retain_percent: int = 25
+    """Part of ``memory_percent`` in which hints retain rows that would be evicted otherwise; 0: none."""
 
 
 NO_SALT = Budget()
@@ -51,10 +53,12 @@ class Budgets:
     """Budgets of named tenants."""
     salt_hashes: Mapping[bytes, bytes] = field(default_factory=dict)
     """Hashes of the salts of named tenants, by tenant. One salt has several tenants of the wire."""
+    no_salt: Budget = NO_SALT
+    """Budget of requests without a salt."""
 
     def of(self, tenant: bytes) -> Budget:
         """Return the budget of a tenant; ``tenant`` is empty for requests without a salt."""
-        return self.by_tenant.get(tenant, self.default) if tenant else NO_SALT
+        return self.by_tenant.get(tenant, self.default) if tenant else self.no_salt
 
     def owner(self, tenant: bytes) -> str:
         """Return the name under which bytes on disk count. It does not depend on the name of the budget."""
@@ -64,7 +68,7 @@ class Budgets:
     def has_limits(self) -> bool:
         """Do evictions depend on tenants?"""
         plain = Budget()
-        return self.default != plain or any(
+        return replace(self.default, retain_percent=plain.retain_percent) != plain or any(
             (budget.memory_percent, budget.min_memory_percent, budget.priority)
             != (plain.memory_percent, plain.min_memory_percent, plain.priority)
             for budget in self.by_tenant.values()
@@ -77,6 +81,7 @@ class SaltedBudgets:
 
     default: Budget = Budget()
     by_salt_hash: Mapping[bytes, Budget] = field(default_factory=dict)
+    no_salt: Budget = NO_SALT
 
     def resolve(self, namespaces: Iterable[bytes]) -> Budgets:
         """Return the budgets of the tenants of these namespaces."""
@@ -86,7 +91,7 @@ class SaltedBudgets:
             for salt_hash in self.by_salt_hash
         }
         by_tenant = {tenant: self.by_salt_hash[salt_hash] for tenant, salt_hash in salt_hashes.items()}
-        return Budgets(self.default, by_tenant, salt_hashes)
+        return Budgets(self.default, by_tenant, salt_hashes, self.no_salt)
 
     @property
     def names_by_owner(self) -> dict[str, str]:

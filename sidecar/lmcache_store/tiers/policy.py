@@ -136,7 +136,7 @@ class LRU:
         name: Hashable = None
         rows: list[int] = []
         newest = 0  # last row of the group that is being collected; 0: none
-        for row in self.victims():
+        for row in LRU.victims(self):
             if not newest and (group := self._ends.get(row + 1)) is not None:
                 name, newest = group.name, group.newest
             rows.append(row)
@@ -203,10 +203,10 @@ class AgedLRU(LRU):
         if (known := self._groups.get(group)) is not None:
             known.age = age
 
-    def aged_victims(self, sparing: Hashable = None) -> Iterator[tuple[int, int]]:
+    def aged_victims(self, sparing: Hashable = None) -> Iterator[tuple[float, int]]:
         """Yield (number of the last use, row) in eviction order; see ``victims``."""
         group: _Group | None = None
-        for row in self.victims(sparing):
+        for row in LRU.victims(self, sparing):
             group = group or self._ends.get(row + 1)
             yield (self._ages[row + 1] if group is None else group.age), row
             if group is not None and group.newest == row + 1:

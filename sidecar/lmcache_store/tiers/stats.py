@@ -74,7 +74,7 @@ class TenantUses:
         self.budgets = budgets
         self._accounts: dict[Budget, Account] = {}
         # Requests without a salt have an account for themselves, even if the default budget equals theirs.
-        self._no_salt = Account(NO_SALT)
+        self._no_salt = Account(budgets.no_salt)
         self._uses.setdefault(b"", TenantUse(b""))
         for use in self._uses.values():
             use.account = self.account(use.name)

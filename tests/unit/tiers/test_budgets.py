@@ -9,7 +9,7 @@ from lmcache_store.tiers.budgets import NO_SALT, Budget, Budgets, SaltedBudgets,
 from lmcache_store.tiers.memory.contracts import Geometry, Reserved
 from lmcache_store.tiers.memory.private import PrivateArena
 from lmcache_store.tiers.memory.tier import MemoryTier
-from lmcache_store.tiers.stats import Removal
+from lmcache_store.tiers.stats import Removal, TenantUses
 from tests.harness.tiers.arenas import tier_over
 from tests.harness.tiers.chains import one_chain
 
@@ -142,6 +142,24 @@ def test_salts_are_resolved_for_each_namespace():
     assert budgets.of(short_tenant(keys.tenant("s3cret", b"other"))).priority == 3
     assert budgets.of(b"") is NO_SALT
     assert salted.listed == [Budget(priority=3), search]
+
+
+@pytest.mark.parametrize(
+    ("budget", "has_limits"),
+    [(Budget(), False), (Budget(retain_percent=0), False), (Budget(priority=1, retain_percent=0), True)],
+)
+def test_share_of_hints_alone_is_no_limit(budget, has_limits):
+    assert Budgets(budget, no_salt=Budget(retain_percent=1)).has_limits is has_limits
+    assert Budgets(by_tenant={b"a": budget}).has_limits is has_limits
+
+
+def test_rows_without_a_salt_get_the_share_of_hints_of_new_budgets():
+    uses = TenantUses()
+    budgets = Budgets(no_salt=Budget(retain_percent=5))
+    assert not uses.extend(budgets), "the account needs the new share"
+    uses.set_budgets(budgets)
+    assert uses.account(b"").budget.retain_percent == 5
+    assert uses.extend(Budgets(no_salt=Budget(retain_percent=5)))
 
 
 @pytest.mark.parametrize("is_full", [False, True])

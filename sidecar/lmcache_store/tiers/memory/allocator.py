@@ -199,25 +199,33 @@ class FrameAllocator:
         return sorted(ways, key=lambda way: sum(map(self.size, way)))
 
     def rows_to_evict(
-        self, victims: Iterable[int], num_slots: int, can_evict: Callable[[Sequence[int]], bool]
+        self,
+        victims: Iterable[int],
+        num_slots: int,
+        can_evict: Callable[[Sequence[int]], bool],
+        is_retained: Callable[[int], bool],
     ) -> Sequence[int]:
         """Choose rows of one frame whose eviction frees ``num_slots``; none if no choice does.
 
         ``victims``: rows in eviction order. The neighbors of an old row need not be old. Among the next few
-        victims, those go first whose neighbors are victims, too.
+        victims, those go first whose neighbors are victims, too. Neighbors that are retained go last.
         """
         older: set[int] = set()
         fallback: Sequence[int] = ()
+        last: Sequence[int] = ()
         for victim in victims:
             older.add(victim)
             for rows in self.ways_to_free(victim, num_slots):
                 if can_evict(rows):
                     if older.issuperset(rows):
                         return rows
-                    fallback = fallback or rows
+                    if any(map(is_retained, rows)):
+                        last = last or rows
+                    else:
+                        fallback = fallback or rows
             if fallback and len(older) >= _MAX_NEIGHBORS:
                 break
-        return fallback
+        return fallback or last
 
     def _num_present(self, frame: int) -> int:
         """Return the slots of a frame. The last frame may be short."""

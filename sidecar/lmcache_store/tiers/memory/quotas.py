@@ -15,11 +15,16 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 
 from lmcache_store.tenant_names import MAX_NAMED
+from lmcache_store.tiers.memory.hinted_lru import HintedLRU, HintedRows
 from lmcache_store.tiers.pages import zeros
-from lmcache_store.tiers.policy import LRU, AgedLRU
+from lmcache_store.tiers.policy import LRU
 from lmcache_store.tiers.stats import Account, TenantUse
+
+_MAX_RETAINED = 64
+"""Rows of one tenant among which its upper bound spares those that hints retain."""
 
 
 class _Links(dict[int, int]):
@@ -42,15 +47,17 @@ class TenantOrders:
     number of accounts. Tenants that are not named also have a list each, if their bound counts for each.
     """
 
-    def __init__(self, num_rows: int, tenants: Sequence[TenantUse]) -> None:
-        """``tenants``: the tenant of each row."""
+    def __init__(self, num_rows: int, rows: HintedRows, tenants: Sequence[TenantUse]) -> None:
+        """``tenants``: the tenant of each row. ``rows``: what hints say about them."""
+        self._rows = rows
+        self._is_hinted = False
         self._num_rows = num_rows
         num_ends = MAX_NAMED + 2  # lists: named ones, the default's, and rows without a tenant
         self._older, self._newer = zeros(num_rows + 1 + num_ends, "I"), zeros(num_rows + 1 + num_ends, "I")
         self._ages = zeros(num_rows + 1, "Q")
         self._age = 0
         self._tenants = tenants
-        self._orders: dict[Account, AgedLRU] = {}
+        self._orders: dict[Account, HintedLRU] = {}
         self._order_by_tenant: dict[bytes, LRU] = {}
 
     def admit(self, row: int, group: Hashable) -> None:
@@ -91,6 +98,40 @@ class TenantOrders:
                 if next(tenant_order.victims(), None) is None:
                     del self._order_by_tenant[use.name]
 
+    def begin_hints(self) -> None:
+        """See HintedLRU."""
+        self._is_hinted = True
+        for order in self._orders.values():
+            order.is_hinted = True
+
+    def release(self, rows: Iterable[int]) -> None:
+        """See HintedLRU."""
+        for row in rows:
+            if order := self._orders.get(self._tenants[row].account):
+                order.release((row,))
+
+    def note_retained(self, rows: Iterable[int]) -> None:
+        """See HintedLRU."""
+        for row in rows:
+            if order := self._orders.get(self._tenants[row].account):
+                order.note_retained((row,))
+
+    def note_hits(self, rows: Sequence[int]) -> None:
+        """See HintedLRU."""
+        for row in rows if self._is_hinted else ():
+            if order := self._orders.get(self._tenants[row].account):
+                order.note_hits((row,))
+
+    def note_misses(self, chains: Sequence[Sequence[bytes]], num_hit: int) -> None:
+        """See HintedLRU. A key has one tenant, because keys depend on the salt."""
+        for order in self._orders.values():
+            order.note_misses(chains, num_hit)
+
+    def note_evicted(self, row: int) -> None:
+        """See HintedLRU."""
+        if order := self._orders.get(self._tenants[row].account):
+            order.note_evicted(row)
+
     def victims(self, sparing: Hashable = None) -> Iterator[int]:
         """Yield all rows in eviction order; see LRU."""
         return self._merge(list(self._orders), sparing)
@@ -118,8 +159,13 @@ class TenantOrders:
 
     def victims_of(self, tenant: bytes, account: Account, sparing: Hashable) -> Iterator[int]:
         """Yield the rows that count against the upper bound of a tenant, in eviction order."""
-        lists = self._order_by_tenant.get(tenant) if account.has_tenant_bounds else self._orders.get(account)
-        return iter(()) if lists is None else lists.victims(sparing)
+        if not account.has_tenant_bounds:
+            order = self._orders.get(account)
+            return iter(()) if order is None else order.victims(sparing)
+        rows = self._order_by_tenant[tenant].victims(sparing) if tenant in self._order_by_tenant else iter(())
+        first = list(itertools.islice(rows, _MAX_RETAINED))
+        first.sort(key=lambda row: self._rows.hold(row) is not None)
+        return itertools.chain(first, rows)
 
     def sections(self) -> Iterator[tuple[Hashable, list[int]]]:
         """Yield groups in the order of their last use; see LRU."""
@@ -140,16 +186,25 @@ class TenantOrders:
                 oldest = [itertools.islice(order.aged_victims(sparing), max_rows) for order in orders]
                 yield from (row for _, row in heapq.merge(*oldest))
 
-    def _order(self, account: Account) -> AgedLRU:
+    def _order(self, account: Account) -> HintedLRU:
         order = self._orders.get(account)
         if order is None:
             end = self._num_rows + 1 + len(self._orders)
-            order = AgedLRU(self._num_rows, self._older, self._newer, end, self._ages)
+            links = self._older, self._newer, end, self._ages
+            order = HintedLRU(self._num_rows, *links, self._rows, partial(self._rows.limits, account))
+            order.is_hinted = self._is_hinted
             self._orders[account] = order
         return order
 
     def _order_of(self, tenant: bytes) -> LRU:
         return self._order_by_tenant.setdefault(tenant, LRU(0, _Links(), _Links()))
+
+
+def whole_order(num_rows: int, rows: HintedRows) -> HintedLRU:
+    """Return the eviction order of all rows as one list."""
+    links = zeros(num_rows + 1, "I"), zeros(num_rows + 1, "I")
+    ages, limits = zeros(num_rows + 1, "Q"), partial(rows.limits, None)
+    return HintedLRU(num_rows, *links, 0, ages, rows, limits, counts_uses=True)
 
 
 def _priority(account: Account) -> int:

@@ -17,10 +17,11 @@ from lmcache_store.tiers.base import RowKey
 from lmcache_store.tiers.budgets import Budgets
 from lmcache_store.tiers.memory.allocator import EMPTY, GUARANTEED, SHARED
 from lmcache_store.tiers.memory.contracts import Arena, OpenRow, Slot, VacateResult
-from lmcache_store.tiers.memory.quotas import TenantOrders, leading
+from lmcache_store.tiers.memory.hinted_lru import HintedLRU
+from lmcache_store.tiers.memory.quotas import TenantOrders, leading, whole_order
+from lmcache_store.tiers.memory.row_hints import RowHints
 from lmcache_store.tiers.memory.row_index import RowIndex
 from lmcache_store.tiers.pages import zeros
-from lmcache_store.tiers.policy import LRU
 from lmcache_store.tiers.stats import Account, MemoryStats, Removal, TenantUse, TenantUses
 
 INCOMPLETE_SECONDS = 30.0
@@ -45,9 +46,8 @@ class MemoryRows(RowIndex):
         self.stats = stats or MemoryStats()
         self.stats.tenants = TenantUses(budgets)
         self._tenants: list[TenantUse] = []  # by row number, up to the largest number used
-        num_numbers = self.allocator.num_numbers
-        self._orders = TenantOrders(num_numbers, self._tenants) if budgets and budgets.has_limits else None
-        self.policy: LRU | TenantOrders = self._orders or LRU(num_numbers)
+        self.hints = RowHints(self, self.stats, clock)
+        self._make_policy(self.stats.tenants.budgets)
         self.pin_counts: dict[int, int] = {}  # row -> readers in this process; the row stays in the policy
         self.lease_counts: dict[int, int] = {}  # row -> leases; the row is not in the policy
         self._num_extra_leased = 0  # slots of leased rows beyond the first slot of each
@@ -56,7 +56,7 @@ class MemoryRows(RowIndex):
         self.is_evicting = True  # False: when no slots are free, new rows are refused
         self.is_holding_adopted = False  # clients from before the restart may be reading adopted rows
         self._clock = clock
-        self.depths = zeros(num_numbers, "I")  # position in the chain; 0: the head, or unknown
+        self.depths = zeros(self.allocator.num_numbers, "I")  # position in the chain; 0: the head, or unknown
         self._incomplete: OrderedDict[int, float] = OrderedDict()  # row without a writer -> since when
         self.dropped: dict[int, None] = {}  # useless adopted rows: not free while adopted rows are held
 
@@ -76,19 +76,22 @@ class MemoryRows(RowIndex):
             return
         sections = list(self.policy.sections())
         self.stats.tenants.set_budgets(budgets)
-        num_numbers = self.allocator.num_numbers
-        self._orders = TenantOrders(num_numbers, self._tenants) if budgets.has_limits else None
-        self.policy = self._orders or LRU(num_numbers)
+        self._make_policy(budgets)
         for name, numbers in sections:
             self.policy.touch(numbers[::-1], name)
+
+    def _make_policy(self, budgets: Budgets) -> None:
+        rows = self.allocator.num_numbers, self.hints
+        self._orders = TenantOrders(*rows, self._tenants) if budgets.has_limits else None
+        self.policy: HintedLRU | TenantOrders = self._orders or whole_order(*rows)
+        self.hints.note_order(self.policy)
 
     # ---- from reserved to visible ----
 
     def open_row(
         self, key: RowKey, num_slots: int, request: Hashable, *, depth: int = 0, tenant: bytes = b""
     ) -> OpenRow | None:
-        """Take a row for the key, evicting other rows if necessary. Returns None when no slots can be
-        freed."""
+        """Take a row for the key, evicting other rows if necessary. None: no slots can be freed."""
         sparing = None if key in self.row_by_key else request  # the row it replaces frees its slots next
         fits = num_slots <= self.allocator.slots_per_frame and self._fits_quota(tenant, num_slots, sparing)
         number = self._allocate(num_slots, sparing, tenant) if fits else None
@@ -125,6 +128,7 @@ class MemoryRows(RowIndex):
         self.row_by_key[row.key] = number
         self._publish_key(row.key, number)
         self.policy.admit(number, row.request)
+        self.hints.note_published(number, row)
 
     def remove(self, key: RowKey) -> None:
         """Remove a visible row from the index; its slots are free when its last reader ends."""
@@ -286,8 +290,7 @@ class MemoryRows(RowIndex):
     def _victims(self, num_slots: int, sparing: Hashable, tenant: bytes) -> Iterator[int]:
         """Yield rows in the order in which a store of this tenant evicts them.
 
-        Rows that are pinned or not usable are among them. They may fill the limit of one budget, so that
-        each budget has its own."""
+        Pinned and unusable rows are among them. So each budget has a limit that only its rows can fill."""
         if not self.is_evicting:
             return iter(())
         if self._orders is None:
@@ -354,7 +357,7 @@ class MemoryRows(RowIndex):
             return not includes_account and self._can_evict(rows, tenant)
 
         victims = itertools.islice(self._usable(self._victims(num_slots, sparing, tenant)), _MAX_EVICTIONS)
-        leaving = self.allocator.rows_to_evict(victims, slots_per_frame, can_evict)
+        leaving = self.allocator.rows_to_evict(victims, slots_per_frame, can_evict, self.hints.is_retained)
         for number in leaving:
             self._evict(number)
         return bool(leaving)
@@ -373,12 +376,13 @@ class MemoryRows(RowIndex):
             return True
         victims = self._usable(self._victims(num_slots, sparing, tenant))
         can_evict = self._are_idle if self._orders is None else lambda rows: self._can_evict(rows, tenant)
-        leaving = self.allocator.rows_to_evict(victims, num_slots, can_evict)
+        leaving = self.allocator.rows_to_evict(victims, num_slots, can_evict, self.hints.is_retained)
         for number in leaving:
             self._evict(number)
         return bool(leaving)
 
     def _evict(self, number: int, reason: Removal = Removal.EVICTED) -> None:
+        self.policy.note_evicted(number)
         self._unindex(self._keys[number], number)
         self.policy.remove(number)
         self._free(number)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from lmcache_store.tiers.base import RowKey
 from lmcache_store.tiers.memory.adoption import adopt_rows
 from lmcache_store.tiers.memory.contracts import Chains, Residency, Slot, VacateResult
+from lmcache_store.tiers.memory.holds import Hold
 from lmcache_store.tiers.memory.leases import LeaseId, Leases
 from lmcache_store.tiers.memory.reservations import Reservations
+from lmcache_store.tiers.memory.row_hints import RowHints
 from lmcache_store.tiers.stats import Removal
 
 
@@ -65,6 +67,8 @@ class MemoryTier(Reservations):
             num_resident = chains.longest_hit(present)
             places = chains.places(num_resident if is_hint else num_chunks)
             resident = [row for chunk, group in places if (row := rows[group][chunk]) >= 0]
+        self._rows.policy.note_hits(resident)
+        self._rows.policy.note_misses(chains.keys, num_resident)
         leased = [] if is_hint else self._leases.extend(lease_id, resident)
         self._rows.policy.touch([row for row in resident[len(leased) :] if row not in leases], lease_id[1])
         if is_counted:
@@ -99,6 +103,36 @@ class MemoryTier(Reservations):
     def quarantined_owners(self) -> set[bytes]:
         """Clients whose slots are in quarantine."""
         return set(self._quarantine)
+
+    # ---- hints ----
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of a slot, in all columns."""
+        return self._slot_bytes * self._table.num_columns
+
+    @property
+    def hints(self) -> RowHints:
+        """Rows that hints retain."""
+        return self._rows.hints
+
+    def retain(self, hold: Hold, keys: Sequence[tuple[RowKey, int]], *, is_open: bool) -> None:
+        """Retain the rows of these keys, with their slots. ``is_open``: and rows that its request stores."""
+        self._rows.policy.begin_hints()
+        self.hints.retain(hold, keys, is_open=is_open)
+        rows = (self._rows.find(key) for key, _ in keys)
+        self._rows.policy.note_retained(row for row in rows if row is not None)
+
+    def evict_first(self, keys: Sequence[RowKey]) -> int:
+        """Evict the rows of these keys first, the last key first, until they are used. Return their number.
+
+        Rows that another hint retains stay retained."""
+        self._rows.policy.begin_hints()
+        released = self._rows.hints.holds.release(keys)
+        rows = [row for key in reversed(released) if (row := self._rows.find(key)) is not None]
+        idle = [row for row in rows if row not in self._rows.lease_counts]
+        self._rows.policy.release(idle)
+        return len(rows)
 
     # ---- for the lower tiers ----
 
@@ -215,7 +249,7 @@ class MemoryTier(Reservations):
     @property
     def used_bytes(self) -> int:
         """Bytes of the slots of used rows, in all columns."""
-        return self._rows.allocator.num_used_slots * self._slot_bytes * self._table.num_columns
+        return self._rows.allocator.num_used_slots * self.bytes_per_slot
 
     @property
     def num_leased(self) -> int:

@@ -26,6 +26,7 @@ from typing import TypeVar
 from lmcache_store.tiers.base import LowerTier, RowKey, split_row_key
 from lmcache_store.tiers.budgets import Budgets
 from lmcache_store.tiers.memory.contracts import Arena, Chains, LookupResult, Reservation, Reserved, Slot
+from lmcache_store.tiers.memory.holds import Hold
 from lmcache_store.tiers.memory.leases import LeaseId
 from lmcache_store.tiers.memory.tier import MemoryTier
 from lmcache_store.tiers.stats import MemoryStats, TieredStats
@@ -39,6 +40,10 @@ from lmcache_store.tiers.tiered.tier_worker import TierWorker
 from lmcache_store.tiers.tiered.write_queue import Write
 
 T = TypeVar("T")
+
+
+_PREFETCH_SECONDS = 60.0
+_PREFETCH_PAUSE_SECONDS = 0.02  # between two lookups of a prefetch
 
 
 class Admit(enum.Enum):
@@ -72,6 +77,7 @@ class TieredStore:
     ) -> None:
         self.memory = MemoryTier(arena, clock, memory_stats, budgets)
         self.is_closed = False
+        self._clock = clock
         self.history = history or ChunkHistory()
         self._absences = Absences(clock)
         self._admit = admit
@@ -156,6 +162,16 @@ class TieredStore:
             residency.num_resident, residency.num_leased, num_expected - residency.num_resident, is_probing
         )
 
+    def prefetch(self, lease_id: LeaseId, chains: Chains) -> asyncio.Task[None]:
+        """Repeat a lookup until lower tiers have promoted all that they have of these chunks."""
+        return self._tasks.spawn(self._prefetch(lease_id, chains, self._clock() + _PREFETCH_SECONDS))
+
+    async def _prefetch(self, lease_id: LeaseId, chains: Chains, deadline: float) -> None:
+        result = self.lookup(lease_id, chains, is_hint=True, is_counted=False)
+        while (result.num_pending or result.is_probing) and self._clock() < deadline:
+            await asyncio.sleep(_PREFETCH_PAUSE_SECONDS)
+            result = self.lookup(lease_id, chains, is_hint=True, is_counted=False)
+
     @property
     def origins(self) -> MutableMapping[RowKey, str]:
         """Name of the lower tier from which each row was recently promoted. The user of a row removes it."""
@@ -203,6 +219,13 @@ class TieredStore:
             return Absence.PRIVATE
         are_all_healthy = all(worker.is_healthy for worker in self.lower.values())
         return Absence.EVICTED if are_all_healthy else Absence.UNAVAILABLE
+
+    def retain(self, hold: Hold, keys: Sequence[tuple[RowKey, int]], *, is_open: bool) -> None:
+        """Retain rows in memory, see ``MemoryTier.retain``. Copies in lower tiers count as used now."""
+        self.memory.retain(hold, keys, is_open=is_open)
+        resident = {key: slot for key, _ in keys if (slot := self.memory.resident_slot(key)) is not None}
+        if resident and self._is_shared(next(iter(resident))):
+            self._refresh.add(hold, list(resident), list(resident.values()))
 
     # ---- store ----
 
