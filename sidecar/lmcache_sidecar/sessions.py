@@ -12,16 +12,20 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import grpc
+
 import lmcache_store
 from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_client.rpc import service
+from lmcache_client.rpc.hints import decision_message
 from lmcache_sidecar.clients import offers, validation
 from lmcache_sidecar.clients.registry import Client, Clients
-from lmcache_sidecar.clients.validation import precondition
+from lmcache_sidecar.clients.validation import CallRefusedError, precondition
 from lmcache_sidecar.copiers.copier import SidecarCopier
 from lmcache_sidecar.explain.causes import Causes, UncountedRequest, find_blocking
 from lmcache_sidecar.explain.requests import RequestEngine
 from lmcache_sidecar.explain.sources import find_sources
+from lmcache_sidecar.hints import HintBoard, HintedPrompt
 from lmcache_sidecar.marks import MarkScope, MarkTables
 from lmcache_sidecar.samples import LookupSampler
 from lmcache_store.tiers.errors import ArenaError, StaleSlotError
@@ -53,6 +57,7 @@ class Sessions:
         clients: Clients,
         copier: SidecarCopier,
         make_store: Callable[[], TieredStore],
+        max_hint_seconds: float = 3600.0,
     ) -> None:
         self.arena = arena
         self.clients = clients
@@ -64,6 +69,7 @@ class Sessions:
         self.samples = LookupSampler(clients)
         self.causes = Causes()
         self.marks = MarkTables()
+        self.hints = HintBoard(max_hint_seconds)
         self.on_namespace: Callable[[bytes], None] = lambda namespace: None
         """Called with the namespace of each client that attaches, before its first call."""
         clients.on_engine_dead = lambda engine: self.causes.end_engine(engine)
@@ -275,6 +281,26 @@ class Sessions:
         table.add_of_engine(marks)
         page, since = table.since(request.since)
         return pb.ShareMarksReply(marks=page.tobytes(), since=since)
+
+    async def apply_hints(self, request: pb.ApplyHintsRequest) -> pb.ApplyHintsReply:
+        """Execute the hints of a request."""
+        client = self.clients.caller(request)
+        chains = validation.parse_chains(request, client.peer)
+        actions = validation.parse_actions(request)
+        ids = request.request_id, request.message_id, client.peer.engine
+        prompt = HintedPrompt(*ids, chains, client.peer.hello.namespace)
+        decided = await self.hints.apply(actions, prompt, self._required_store)
+        decisions = list(map(decision_message, decided))
+        if request.answer_id:
+            self.hints.answers[request.answer_id] = [*decisions, *request.refusals]
+        return pb.ApplyHintsReply(decisions=decisions)
+
+    def read_hints(self, request: pb.ReadHintsRequest) -> pb.ApplyHintsReply:
+        """Return a reply of ``apply_hints`` that was not read yet."""
+        decisions = self.hints.answers.pop(request.answer_id, None)
+        if decisions is None:
+            raise CallRefusedError(grpc.StatusCode.NOT_FOUND, "there is no answer of this id (yet)")
+        return pb.ApplyHintsReply(decisions=decisions)
 
     def _engine(self, client: Client) -> RequestEngine:
         engine = client.peer.engine

@@ -15,7 +15,16 @@ from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_client.rpc import service
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.hello import Role, TransferOffer
-from lmcache_client.rpc.service import ABORT, COMMIT, LOOKUP, RELEASE, RESERVE, SHARE_MARKS, pack_slots
+from lmcache_client.rpc.service import (
+    ABORT,
+    APPLY_HINTS,
+    COMMIT,
+    LOOKUP,
+    RELEASE,
+    RESERVE,
+    SHARE_MARKS,
+    pack_slots,
+)
 from lmcache_store.kv_groups import GroupKind, KVGroup
 from lmcache_store.tiers.memory.kernel_pages import reason_not_pinnable
 from testing.child_process import REPOSITORY, wait_until
@@ -72,6 +81,21 @@ BAD_CALLS = [
     (SHARE_MARKS, {"marks": bytes(8 * 32_769)}, INVALID, "marks has 262152 bytes, at most 262144"),
     (SHARE_MARKS, {"marks": bytes(8), "epoch": 1}, PRECONDITION, "epoch 1 is over.*attach again"),
     (SHARE_MARKS, {"marks": bytes(8), "client_uuid": b"x" * 16}, PRECONDITION, "not attached: attach again"),
+    (APPLY_HINTS, {"request_id": "r"}, INVALID, r"groups must contain each of \[0\] once"),
+    (APPLY_HINTS, ASKED | {"epoch": 1}, PRECONDITION, "epoch 1 is over.*attach again"),
+    (APPLY_HINTS, ASKED | {"message_id": "m" * 513}, INVALID, "message_id has 513 bytes"),
+    (APPLY_HINTS, ASKED | {"actions": [pb.HintAction(kind=pb.RELEASE)] * 34}, INVALID, "at most 32 actions"),
+    (APPLY_HINTS, ASKED | {"refusals": [pb.HintDecision(reason="r" * 513)]}, INVALID, "reason has 513 bytes"),
+    *(
+        (APPLY_HINTS, ASKED | {"actions": [pb.HintAction(**action)]}, INVALID, message)
+        for action, message in (
+            ({}, "kind must be RETAIN, PREFETCH or RELEASE"),
+            ({"kind": pb.RETAIN}, "ttl_seconds must be a finite number above 0"),
+            ({"kind": pb.RETAIN, "ttl_seconds": float("nan")}, "ttl_seconds must be a finite number"),
+            ({"kind": pb.RETAIN, "ttl_seconds": 1, "priority": 101}, "priority must be from -100 to 100"),
+            ({"kind": pb.RELEASE, "action_id": "a" * 513}, "action_id has 513 bytes"),
+        )
+    ),
 ]
 UPGRADE = f"speaks protocol %d, sidecar .* speaks {service.PROTOCOL_VERSION}: upgrade "
 BAD_HELLOS = [

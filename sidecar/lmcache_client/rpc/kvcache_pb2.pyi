@@ -25,6 +25,21 @@ class Reservation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SLOT: _ClassVar[Reservation]
     EXISTS: _ClassVar[Reservation]
     BUSY: _ClassVar[Reservation]
+
+class HintKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HINT_KIND_UNSPECIFIED: _ClassVar[HintKind]
+    RETAIN: _ClassVar[HintKind]
+    PREFETCH: _ClassVar[HintKind]
+    RELEASE: _ClassVar[HintKind]
+
+class HintOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HINT_OUTCOME_UNSPECIFIED: _ClassVar[HintOutcome]
+    HINT_ACCEPTED: _ClassVar[HintOutcome]
+    HINT_CLIPPED: _ClassVar[HintOutcome]
+    HINT_DEFERRED: _ClassVar[HintOutcome]
+    HINT_REFUSED: _ClassVar[HintOutcome]
 ROLE_UNSPECIFIED: Role
 ROLE_SCHEDULER: Role
 ROLE_WORKER: Role
@@ -35,6 +50,15 @@ RESERVATION_UNSPECIFIED: Reservation
 SLOT: Reservation
 EXISTS: Reservation
 BUSY: Reservation
+HINT_KIND_UNSPECIFIED: HintKind
+RETAIN: HintKind
+PREFETCH: HintKind
+RELEASE: HintKind
+HINT_OUTCOME_UNSPECIFIED: HintOutcome
+HINT_ACCEPTED: HintOutcome
+HINT_CLIPPED: HintOutcome
+HINT_DEFERRED: HintOutcome
+HINT_REFUSED: HintOutcome
 
 class AttachRequest(_message.Message):
     __slots__ = ("hello", "drained", "extents_released", "pinned")
@@ -453,3 +477,67 @@ class ShareMarksReply(_message.Message):
     marks: bytes
     since: int
     def __init__(self, marks: _Optional[bytes] = ..., since: _Optional[int] = ...) -> None: ...
+
+class ApplyHintsRequest(_message.Message):
+    __slots__ = ("epoch", "client_uuid", "request_id", "groups", "tenant", "message_id", "actions", "answer_id", "refusals")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_ID_FIELD_NUMBER: _ClassVar[int]
+    ACTIONS_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_ID_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    client_uuid: bytes
+    request_id: str
+    groups: _containers.RepeatedCompositeFieldContainer[GroupKeys]
+    tenant: bytes
+    message_id: str
+    actions: _containers.RepeatedCompositeFieldContainer[HintAction]
+    answer_id: str
+    refusals: _containers.RepeatedCompositeFieldContainer[HintDecision]
+    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupKeys, _Mapping]]] = ..., tenant: _Optional[bytes] = ..., message_id: _Optional[str] = ..., actions: _Optional[_Iterable[_Union[HintAction, _Mapping]]] = ..., answer_id: _Optional[str] = ..., refusals: _Optional[_Iterable[_Union[HintDecision, _Mapping]]] = ...) -> None: ...
+
+class HintAction(_message.Message):
+    __slots__ = ("action_id", "kind", "begin_token", "end_token", "ttl_seconds", "priority")
+    ACTION_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    END_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    action_id: str
+    kind: HintKind
+    begin_token: int
+    end_token: int
+    ttl_seconds: float
+    priority: int
+    def __init__(self, action_id: _Optional[str] = ..., kind: _Optional[_Union[HintKind, str]] = ..., begin_token: _Optional[int] = ..., end_token: _Optional[int] = ..., ttl_seconds: _Optional[float] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class HintDecision(_message.Message):
+    __slots__ = ("action_id", "outcome", "reason", "num_tokens", "ttl_seconds")
+    ACTION_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    action_id: str
+    outcome: HintOutcome
+    reason: str
+    num_tokens: int
+    ttl_seconds: float
+    def __init__(self, action_id: _Optional[str] = ..., outcome: _Optional[_Union[HintOutcome, str]] = ..., reason: _Optional[str] = ..., num_tokens: _Optional[int] = ..., ttl_seconds: _Optional[float] = ...) -> None: ...
+
+class ApplyHintsReply(_message.Message):
+    __slots__ = ("decisions",)
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    decisions: _containers.RepeatedCompositeFieldContainer[HintDecision]
+    def __init__(self, decisions: _Optional[_Iterable[_Union[HintDecision, _Mapping]]] = ...) -> None: ...
+
+class ReadHintsRequest(_message.Message):
+    __slots__ = ("answer_id",)
+    ANSWER_ID_FIELD_NUMBER: _ClassVar[int]
+    answer_id: str
+    def __init__(self, answer_id: _Optional[str] = ...) -> None: ...

@@ -100,7 +100,11 @@ ABORT = Method("Abort", pb.AbortRequest, pb.AbortReply)
 COPY_BLOCKS = Method("CopyBlocks", pb.CopyBlocksRequest, pb.CopyBlocksReply)
 RELEASE = Method("Release", pb.ReleaseRequest, pb.ReleaseReply)
 SHARE_MARKS = Method("ShareMarks", pb.ShareMarksRequest, pb.ShareMarksReply)
-UNARY_METHODS = (LOOKUP, RESERVE, COPY_BLOCKS, COMMIT, ABORT, RELEASE, SHARE_MARKS)
+APPLY_HINTS = Method("ApplyHints", pb.ApplyHintsRequest, pb.ApplyHintsReply)
+READ_HINTS = Method("ReadHints", pb.ReadHintsRequest, pb.ApplyHintsReply)
+UNARY_METHODS = (
+    LOOKUP, RESERVE, COPY_BLOCKS, COMMIT, ABORT, RELEASE, SHARE_MARKS, APPLY_HINTS, READ_HINTS,
+)  # fmt: skip
 ATTACH_PATH = f"/{SERVICE}/Attach"
 
 

@@ -16,9 +16,11 @@ from google.protobuf.message import Message
 
 from lmcache_client.rpc import errors, service
 from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc.hints import hint_fields, parse_decisions
 from lmcache_client.rpc.open_copies import OpenCopies
 from lmcache_client.rpc.times import RequestTimes
 from lmcache_store.common.timing import TIMING
+from lmcache_store.hints import HintDecision, Hints
 from lmcache_store.tiers.base import ROW_KEY_BYTES
 from lmcache_store.tiers.errors import ArenaError
 from lmcache_store.tiers.memory.contracts import LookupResult, Reservation, Reserved, Slot
@@ -173,12 +175,11 @@ class SidecarSession:
         """
         if not hint:
             self._pending_releases.discard(bounded(request_id))  # a late release would end this lease
-        part = slice(service.MAX_KEYS_PER_LOOKUP // max(1, len(group_keys)) * ROW_KEY_BYTES)
         reply = self._call(
             service.LOOKUP,
             timeout,
             request_id=bounded(request_id),
-            groups=[pb.GroupKeys(group=group, keys=keys[part]) for group, keys in group_keys],
+            groups=_leading_keys(group_keys),
             tenant=tenant,
             prefill_tokens_per_second=prefill_tokens_per_second,
             hint=hint,
@@ -269,6 +270,32 @@ class SidecarSession:
         self._call(service.RELEASE, timeout, request_ids=sent, times=taken)
         self._pending_releases.difference_update(sent)
 
+    def apply_hints(
+        self,
+        request_id: str,
+        group_keys: Sequence[tuple[int, bytes]],
+        tenant: bytes,
+        hints: Hints,
+        answer_id: str = "",
+        timeout: float | None = None,
+    ) -> list[HintDecision]:
+        """Execute the actions of a request's KV hints. Return one decision for each action, in their order.
+
+        ``request_id``, ``group_keys``, ``tenant``: see ``lookup``. If there is an ``answer_id``, the sidecar
+        keeps these decisions, together with the refusals in ``hints``, until ``AnswerReader`` reads them.
+        Raises RpcRefusedError with UNIMPLEMENTED if the sidecar is older than this call.
+        """
+        reply = self._call(
+            service.APPLY_HINTS,
+            timeout,
+            request_id=bounded(request_id),
+            groups=_leading_keys(group_keys),
+            tenant=tenant,
+            answer_id=answer_id,
+            **hint_fields(hints),
+        )
+        return parse_decisions(reply)
+
     def share_marks(self, marks: bytes, since: int, timeout: float | None = None) -> SharedMarks:
         """Add marks of documents to the sidecar's table. Return the marks that were added after ``since``.
 
@@ -346,6 +373,11 @@ class SidecarSession:
         if service.reason_of(error) == service.REASON_ENGINE_COPIES:
             return errors.EngineCopiesError(code, details)
         return errors.RpcRefusedError(code, details)
+
+
+def _leading_keys(group_keys: Sequence[tuple[int, bytes]]) -> list[pb.GroupKeys]:
+    part = slice(service.MAX_KEYS_PER_LOOKUP // max(1, len(group_keys)) * ROW_KEY_BYTES)
+    return [pb.GroupKeys(group=group, keys=keys[part]) for group, keys in group_keys]
 
 
 def _group_copies(group: int, copies: Sequence[BlockCopy]) -> pb.GroupCopies:

@@ -20,6 +20,7 @@ from lmcache_client.rpc import service
 from lmcache_client.rpc.times import RequestTimes
 from lmcache_sidecar.explain.open_requests import EndedRequest
 from lmcache_sidecar.marks import Marks
+from lmcache_store.hints import MAX_ACTIONS, MAX_PRIORITY, HintAction, HintKind
 from lmcache_store.kv_groups import GroupKind, KVGroup, stored_blocks
 from lmcache_store.tiers.base import KEY_BYTES, ROW_KEY_BYTES, RowKey
 from lmcache_store.tiers.budgets import short_tenant
@@ -31,6 +32,7 @@ _UUID_BYTES = 16
 MAX_GROUPS = 64
 _MAX_COLUMNS = 1024
 _MAX_CHUNK_BYTES = 1 << 40
+_HINT_KINDS = {pb.RETAIN: HintKind.RETAIN, pb.PREFETCH: HintKind.PREFETCH, pb.RELEASE: HintKind.RELEASE}
 _KINDS = {kind.value: kind for kind in GroupKind}
 
 
@@ -135,23 +137,30 @@ def parse_hello(hello: pb.Hello) -> ParsedHello:
 
 def parse_lookup(request: pb.LookupRequest, peer: ParsedHello) -> Chains:
     """Return the row keys of all groups that store KV."""
-    parse_request_id(request.request_id)
     if not 0 <= request.prefill_tokens_per_second < math.inf:
         raise invalid("prefill_tokens_per_second must be a finite number, or 0 if it is not known")
-    numbers = [group.group for group in request.groups]
-    if sorted(numbers) != peer.storing:
-        raise invalid(f"groups must contain each of {peer.storing} once, they are {numbers[:MAX_GROUPS]}")
-    tenant = parse_tenant(request.tenant)
     check_length("private_reason", request.private_reason.encode())
     check_length("uncached_reason", request.scheduled.uncached_reason.encode())
     blocks = request.scheduled.first_blocks
     check_length("first_blocks", blocks, service.MAX_FIRST_BLOCKS * service.NAME_BYTES)
     _check_multiple("first_blocks", blocks, service.NAME_BYTES)
+    return parse_chains(request, peer, request.num_handed_over_chunks)
+
+
+def parse_chains(
+    request: pb.LookupRequest | pb.ApplyHintsRequest, peer: ParsedHello, num_handed_over: int = 0
+) -> Chains:
+    """Return the row keys of a request in all groups that store KV."""
+    parse_request_id(request.request_id)
+    numbers = [group.group for group in request.groups]
+    if sorted(numbers) != peer.storing:
+        raise invalid(f"groups must contain each of {peer.storing} once, they are {numbers[:MAX_GROUPS]}")
+    tenant = parse_tenant(request.tenant)
     _check_num_keys(sum(len(group.keys) for group in request.groups), service.MAX_KEYS_PER_LOOKUP)
     keys = tuple(_split_keys(group.keys) for group in request.groups)
     require(len(set(map(len, keys))) == 1, "each group must have the same number of keys, one for each chunk")
     groups = tuple(peer.groups[number] for number in numbers)
-    num_handed_over = min(request.num_handed_over_chunks, len(keys[0])) if keys else 0
+    num_handed_over = min(num_handed_over, len(keys[0])) if keys else 0
     return Chains(peer.hello.geometry.chunk_tokens, groups, keys, tenant, num_handed_over)
 
 
@@ -214,6 +223,30 @@ def parse_times(request: pb.ReleaseRequest, engine: bytes) -> list[EndedRequest]
         tokens = taken.num_failed_tokens, taken.num_blended_tokens, taken.num_recomputed_tokens
         ended.append(EndedRequest(engine, RequestTimes(request_id, *seconds, *tokens)))
     return ended
+
+
+def parse_actions(request: pb.ApplyHintsRequest) -> list[HintAction]:
+    """Return the actions of an ApplyHints."""
+    num_actions = max(len(request.actions), len(request.refusals))
+    require(num_actions <= MAX_ACTIONS + 1, f"at most {MAX_ACTIONS} actions are allowed")
+    for name in ("message_id", "answer_id"):
+        check_length(name, getattr(request, name).encode())
+    for refusal in request.refusals:
+        check_length("action_id", refusal.action_id.encode())
+        check_length("reason", refusal.reason.encode())
+    return list(map(_parse_action, request.actions))
+
+
+def _parse_action(action: pb.HintAction) -> HintAction:
+    check_length("action_id", action.action_id.encode())
+    require(action.kind in _HINT_KINDS, "kind must be RETAIN, PREFETCH or RELEASE")
+    kind = _HINT_KINDS[action.kind]
+    is_valid = kind is not HintKind.RETAIN or 0 < action.ttl_seconds < math.inf
+    require(is_valid, "ttl_seconds must be a finite number above 0")
+    is_valid = abs(action.priority) <= MAX_PRIORITY
+    require(is_valid, f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+    tokens = action.begin_token, action.end_token
+    return HintAction(action.action_id, kind, *tokens, action.ttl_seconds, action.priority)
 
 
 def parse_marks(packed: bytes) -> Marks:

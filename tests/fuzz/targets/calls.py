@@ -137,7 +137,7 @@ class Connections:
     async def call(self, source: BytesInput) -> None:
         """Make a unary call with the input's message, and optionally the identity and slots of a client."""
         method, flags, raw = source.choice(service.UNARY_METHODS), source.number(), source.sized()
-        if flags & 1:
+        if flags & 1 and method is not service.READ_HINTS:  # which needs no client
             for uuid, context, _ in self.chosen(source):
                 raw += method.request(client_uuid=uuid, epoch=context.attached.epoch).SerializeToString()
         if flags & 2 and method in (service.COMMIT, service.ABORT):

@@ -89,6 +89,9 @@ class FakeStore:
         )
         return LookupResult(result.num_resident, result.num_leased)
 
+    def retain(self, hold, keys, *, is_open) -> None:
+        self.memory.retain(hold, keys, is_open=is_open)
+
     def absence(self, key, request) -> Absence:
         return Absence.EVICTED
 

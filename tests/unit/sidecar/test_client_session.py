@@ -15,9 +15,11 @@ from lmcache_client.rpc import service
 from lmcache_client.rpc.attachment import Attachment, hello_message
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.errors import EngineCopiesError, RpcRefusedError, SidecarUnavailableError
+from lmcache_client.rpc.hints import AnswerReader
 from lmcache_client.rpc.open_copies import OpenCopies
 from lmcache_client.rpc.session import BlockCopy, SidecarSession
 from lmcache_sidecar.clients.validation import parse_hello
+from lmcache_store.hints import HintAction, HintDecision, HintKind, HintOutcome, Hints
 from lmcache_store.tiers.memory.contracts import LookupResult, Slot
 from tests.harness.sidecar.wire import make_hello
 from tests.harness.tiers.remote_objects import pattern
@@ -45,6 +47,8 @@ class Channel:
         self.looked_up = []  # (group, number of keys) of the last lookup
         self.copies = []
         self.marks = bytearray()  # of all calls
+        self.hints = []  # requests of all calls
+        self.decisions = []  # answer to hints
 
     def unary_unary(self, path, request_serializer, response_deserializer):
         def call(request, timeout):
@@ -59,6 +63,9 @@ class Channel:
                 start = 8 * request.since
                 page = bytes(self.marks[start : start + 8 * service.MAX_MARKS_PER_CALL])
                 return pb.ShareMarksReply(marks=page, since=request.since + len(page) // 8)
+            if isinstance(request, pb.ApplyHintsRequest | pb.ReadHintsRequest):
+                self.hints.append(request)
+                return pb.ApplyHintsReply(decisions=self.decisions)
             if isinstance(request, pb.ReleaseRequest):
                 self.released += request.request_ids
             if isinstance(request, pb.LookupRequest):
@@ -262,3 +269,58 @@ def test_older_sidecar_refuses_marks(client):
         session.share_marks(b"", 0)
     assert caught.value.code is grpc.StatusCode.UNIMPLEMENTED
     assert not session.is_over
+
+
+DECISIONS = [
+    pb.HintDecision(action_id="a", outcome=pb.HINT_CLIPPED, reason="25 %", num_tokens=512, ttl_seconds=60.0),
+    pb.HintDecision(action_id="b", outcome=pb.HINT_ACCEPTED),
+    pb.HintDecision(action_id="c", outcome=99, reason="a later version"),
+]
+PARSED = [
+    HintDecision("a", HintOutcome.CLIPPED, "25 %", 512, 60.0),
+    HintDecision("b", HintOutcome.ACCEPTED),
+    HintDecision("c", HintOutcome.DEFERRED, "a later version"),
+]
+
+
+def test_hints_are_sent_with_the_keys_of_a_lookup(client):
+    channel = Channel()
+    channel.decisions = DECISIONS
+    session = attach(client, channel)
+    actions = HintAction("a", HintKind.RETAIN, 0, 512, 60.0, -7), HintAction("b", HintKind.RELEASE, 256)
+    refusal = HintDecision("c", HintOutcome.REFUSED, "x" * 600)
+    hints = Hints("session 7", actions, (refusal,))
+    keys = bytes(64) * 3000
+    assert session.apply_hints("é", [(0, keys), (2, keys)], b"t", hints, "0a") == PARSED
+    (sent,) = channel.hints
+    assert [(part.group, len(part.keys) // 64) for part in sent.groups] == [(0, 2048), (2, 2048)]
+    assert sent.request_id == hashlib.sha256("é".encode()).hexdigest()
+    assert (sent.tenant, sent.message_id, sent.answer_id) == (b"t", "session 7", "0a")
+    first, second = sent.actions
+    assert (first.kind, first.end_token, first.ttl_seconds, first.priority) == (pb.RETAIN, 512, 60.0, -7)
+    assert (second.action_id, second.kind, second.begin_token) == ("b", pb.RELEASE, 256)
+    assert [(each.action_id, each.outcome, len(each.reason)) for each in sent.refusals] == [
+        ("c", pb.HINT_REFUSED, 512)
+    ]
+
+
+def test_answer_to_hints_is_read_without_attaching(monkeypatch):
+    channel = Channel()
+    channel.decisions, channel.close = DECISIONS, lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setattr(grpc, "insecure_channel", lambda *_, **__: channel)
+    with AnswerReader("/nonexistent/kvcache.sock") as reader:
+        assert reader.read("0a") == PARSED
+        assert [sent.answer_id for sent in channel.hints] == ["0a"]
+        channel.error = CallError(grpc.StatusCode.NOT_FOUND)
+        assert reader.read("0a") is None
+        channel.error = CallError(grpc.StatusCode.UNIMPLEMENTED)
+        with pytest.raises(RpcRefusedError):
+            reader.read("0a")
+        channel.error = NO_ANSWER
+        with pytest.raises(SidecarUnavailableError):
+            reader.read("0a")
+
+
+def test_socket_without_a_sidecar_is_unavailable(tmp_path):
+    with AnswerReader(str(tmp_path / "kvcache.sock")) as reader, pytest.raises(SidecarUnavailableError):
+        reader.read("0a", timeout=60)

@@ -32,7 +32,7 @@ class BrokenSessions:
     def lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
         raise RuntimeError("boom")
 
-    reserve = copy_blocks = commit = abort = share_marks = lookup
+    reserve = copy_blocks = commit = abort = share_marks = apply_hints = read_hints = lookup
 
     def release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
         return pb.ReleaseReply()
