@@ -28,6 +28,7 @@ SIMULATED = (
 ENGINES = (
     "tests/integration/test_vllm.py",
     "tests/integration/test_vllm_blend.py",
+    "tests/integration/test_vllm_hints.py",
     "tests/integration/test_vllm_served.py",
     "tests/integration/test_vllm_variants.py",
 )

@@ -86,6 +86,10 @@ class WaitDecisions:
             self._tracer.hold(state.ticket.request_id, LOWER_TIERS)
         return is_waiting
 
+    def hold(self) -> None:
+        """Record that a request waits, whatever rows there are."""
+        self._num_waiting += 1
+
     def end_step(self, num_tokens: int, lookups: LookupThread | None) -> None:
         """Close the step. If it computes nothing while requests wait, sleep shortly for an answer."""
         if self._num_waiting and not num_tokens and lookups is not None and self._can_wait:

@@ -188,7 +188,7 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
     set_xfer_handshake_metadata = set_xfer_handshake_metadata_pp_aware  # older engines call this name
 
     def on_new_request(self, request: Any) -> None:
-        """Send the sidecar a hint of the request."""
+        """Ask the sidecar for the request's rows, and send it the request's KV hints."""
         _call(self._scheduler, "on_new_request", None, request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -239,7 +239,7 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return (True if the engine must hold the blocks, parameters for the next engine or None)."""
-        params = _call(self._scheduler, "hand_over", None, request)
+        params = _call(self._scheduler, "end_answer", None, request)
         return _call(self._scheduler, "finish", False, request, block_ids), params
 
 

@@ -17,6 +17,8 @@ from lmcache_client.errors import private_until_restart
 from lmcache_client.off_notice import OffNotice
 from lmcache_client.vllm import hand_over
 from lmcache_client.vllm.extra_keys import ExtraKeyFinder
+from lmcache_client.vllm.hinted import HintedRequests
+from lmcache_client.vllm.hints import read_hints
 from lmcache_store.common.units import ceil_div
 
 logger = logging.getLogger(__name__)
@@ -114,6 +116,7 @@ class VLLMScheduler(SchedulerSide):
         self._has_older_kv = False  # vLLM's own cache may hold KV from before this call
         self._tables: dict[str, BlockTables] = {}  # with vLLM 0.29
         self._open_loads = OpenLoads(num_blocks - 1)
+        self._hinted = HintedRequests(self._clock)
         self.off = OffNotice()
         """Warns that this side is offline."""
         self.free_blocks: Callable[[Any], object] | None = None
@@ -145,13 +148,23 @@ class VLLMScheduler(SchedulerSide):
             self.forget(lambda request: _has_adapter(request, adapter.lora_int_id))
 
     def on_new_request(self, request: Any) -> None:
-        """Send a hint. Ignores streaming sessions, because they replace tokens that were already hashed."""
+        """Look the request up, and send its KV hints.
+
+        Ignores streaming sessions, because they replace tokens that were already hashed.
+        """
         if not getattr(request, "resumable", False):
             params = getattr(request, "kv_transfer_params", None)
             self.add(request, hand_over.num_announced_tokens(params, self._namespace))
+        if (hints := read_hints(request)) is not None:
+            state = self._states.get(request.request_id)
+            groups = [group.group for group in self._grid.stored]
+            self._hinted.add(request, hints, state.ticket if state else None, self._lookups, groups)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return (tokens to load, True if there is a load); (None, False): ask again in the next step."""
+        if self._lookups is not None and self._hinted.is_held(request.request_id):
+            self._waits.hold()
+            return None, False
         num_tokens = self.num_loadable(request, num_computed_tokens)
         if num_tokens is not None:
             self._tracer.resume(request.request_id)
@@ -218,12 +231,22 @@ class VLLMScheduler(SchedulerSide):
         self._open_loads.loads.clear()
         return False
 
+    def end_answer(self, request: Any) -> dict[str, Any] | None:
+        """Return the ``kv_transfer_params`` of the response, which may be for the next engine.
+
+        Call this once, before ``finish``.
+        """
+        params, hints = self.hand_over(request), self._hinted.end(request.request_id)
+        return (
+            {hand_over.FIELD: {**(params or {}).get(hand_over.FIELD, {}), "hints": hints}}
+            if hints
+            else params
+        )
+
     def hand_over(self, request: Any) -> dict[str, Any] | None:
         """Return parameters for the engine that continues this request.
 
         Returns None if no engine continues it, or if there is no KV for that engine.
-
-        Call this before ``finish``.
         """
         if not hand_over.wants_hand_over(getattr(request, "kv_transfer_params", None)):
             return None

@@ -28,7 +28,7 @@ MAX_ERROR_BYTES = 1 << 20
 """Longest error that is passed to the client. Another text replaces a longer one."""
 
 MAX_SALT_BYTES = 256
-PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/lmcache/hints"})
 """Paths whose requests have a ``cache_salt`` in all supported versions, and whose answers do not show it.
 
 At other paths vLLM may ignore it. The answers at ``/v1/completions/render`` and the like contain it.

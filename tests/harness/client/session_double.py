@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,9 +14,20 @@ from lmcache_client.rpc.errors import SidecarUnavailableError
 from lmcache_client.rpc.kvcache_pb2 import Scheduled
 from lmcache_client.rpc.session import BlockCopy, StoreCopier
 from lmcache_client.rpc.times import RequestTimes
+from lmcache_store.hints import HintDecision, HintOutcome, Hints
 from lmcache_store.tiers.base import ROW_KEY_BYTES
 from lmcache_store.tiers.memory.contracts import Found, Located, LookupResult, Reservation, Reserved, Slot
 from tests.harness.sidecar.wire import NAMESPACE
+
+
+class AppliedHints(NamedTuple):
+    """One call of ``apply_hints``."""
+
+    request_id: str
+    num_keys: list[tuple[int, int]]  # of each KV group
+    tenant: bytes
+    hints: Hints
+    answer_id: str
 
 
 class SessionDouble:
@@ -38,6 +49,8 @@ class SessionDouble:
         self.private_reason = ""  # of the last lookup
         self.scheduled: list[tuple[str, int, Scheduled]] = []  # id, number of keys, report
         self.times: list[RequestTimes] = []
+        self.applied: list[AppliedHints] = []
+        self.hints_error: Exception | None = None
         self.marks = b""  # of documents, from all calls
         self.memory_only = False
         self.is_down = False
@@ -150,6 +163,22 @@ class SessionDouble:
         self.rows[key] = slot = Slot(self._next_row, 1)
         self._next_row += 1
         return Reservation(Reserved.SLOT, slot)
+
+    def apply_hints(
+        self,
+        request_id: str,
+        group_keys: Sequence[tuple[int, bytes]],
+        tenant: bytes,
+        hints: Hints,
+        answer_id: str = "",
+    ) -> list[HintDecision]:
+        """Accept all actions."""
+        self._check_up()
+        if self.hints_error is not None:
+            raise self.hints_error
+        num_keys = [(group, len(keys) // ROW_KEY_BYTES) for group, keys in group_keys]
+        self.applied.append(AppliedHints(request_id, num_keys, tenant, hints, answer_id))
+        return [HintDecision(action.action_id, HintOutcome.ACCEPTED) for action in hints.actions]
 
     def share_marks(self, marks: bytes, since: int, timeout: float | None = None) -> Any:
         """Take the marks. No other engine shares any."""
