@@ -36,6 +36,7 @@ spec:
     env: [{name: VLLM_LOGGING_LEVEL, value: DEBUG}]
     resources: {requests: {cpu: 16, memory: 128Gi}, limits: {memory: 192Gi}}
     sharedMemorySize: 16Gi
+    hintsRoute: true
     nodeSelector: {nvidia.com/gpu.product: NVIDIA-H200}
     tolerations: [{key: nvidia.com/gpu, operator: Exists}]
     topologySpreadConstraints:
@@ -56,7 +57,7 @@ spec:
     transfer: CudaIPC
   images: {policy: Follow, pullSecrets: [registry]}
   tiers:
-    memory: {size: 256Gi}
+    memory: {size: 256Gi, retainPercent: 30, maxTtlSeconds: 7200}
     disk: {size: 2Ti, storageClassName: local-nvme, encryption: {secretRef: {name: kv-keys}}}
     peers:
       bytesPerSecond: 1Gi
@@ -69,7 +70,7 @@ spec:
       encryption: {secretRef: {name: kv-keys}}
     admit: OnReuse
   tenants:
-    default: {memoryPercent: 30, lowerTierBytes: 100Gi, priority: -10}
+    default: {memoryPercent: 30, lowerTierBytes: 100Gi, priority: -10, retainPercent: 10}
     named:
       - name: search
         saltSecretRef: {name: search-salt, key: salt}
@@ -77,6 +78,7 @@ spec:
         minMemoryPercent: 20
         lowerTierBytes: 500Gi
         priority: 10
+        retainPercent: 50
       - name: batch
         saltHash: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
         memoryPercent: 10

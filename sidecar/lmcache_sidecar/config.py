@@ -27,6 +27,8 @@ class ConfigError(Exception):
 _SOCKET = options.checked(check_socket_path)
 _PORT = options.number(int, 0, 65535, "a port: write a number from 1 to 65535, or 0 for any free one")
 _DEADLINE = options.number(float, 0.01, 60, "a number of seconds from 0.01 to 60")
+PERCENT = options.number(int, 0, 100, "a percentage from 0 to 100")
+_TTL = options.number(int, 1, 604_800, "a number of seconds from 1 to 604800, a week")
 _NODE = options.number(int, 0, 1023, "a NUMA node: write its number, 0 is the first")
 
 
@@ -59,6 +61,11 @@ class Config:
     memory_size_file: str = _option("FILE", "", str,
         "file with the target size of the memory tier, a size as above; the sidecar follows its changes;"
         " empty, or while the file does not exist: --memory-size")
+    memory_retain_percent: int = _option("PERCENT", "25", PERCENT,
+        "part of the memory tier in which hints retain rows that would be evicted otherwise, for requests"
+        " without a tenant, and for tenants whose budget sets no retainPercent; 0: hints retain nothing")
+    memory_max_ttl_seconds: int = _option("SECONDS", "3600", _TTL,
+        "longest time for which a hint retains rows; hints with a longer one get this time")
     tenants_file: str = _option("FILE", "", str,
         "file with the budgets of tenants; the sidecar follows its changes. Keys: default, a budget, and"
         " named, a list of budgets with a name and a saltHash or saltFile; empty: no named tenants")
@@ -128,7 +135,8 @@ class Config:
     http_host: str = _option("ADDRESS", "", str,
         "address of the read-only HTTP server; empty: all IPv4 and IPv6 addresses")
     http_port: int = _option("PORT", "9464", _PORT,
-        "port of /metrics, /stats, /samples, /healthz and /readyz; 0: any free port, which the log names")
+        "port of /metrics, /stats, /samples, /requests, /hints, /healthz and /readyz; 0: any free port, which"
+        " the log names")
     http_tokens_dir: str = _option("DIR", "", str,
         "directory whose files each have one bearer token, and may change at any time; other machines then"
         " need one of them for all pages except /healthz and /readyz; empty: no token")

@@ -118,6 +118,7 @@ REFUSED = [
     (engine(**SGLANG, parallelism={"expert": True}), "engine.parallelism.expert needs engine.kind vLLM"),
     (engine(gpu={"deviceClassName": "a", "resourceName": "b/c"}), "exclude each other"),
     (blending(**SGLANG), "engine.blend needs engine.kind vLLM for now: leave it out"),
+    (engine(**SGLANG, hintsRoute=True), "engine.hintsRoute needs engine.kind vLLM: leave it out"),
     (blending(nodes=2, parallelism={"data": 2}), "engine.blend needs engines of one pod for now"),
     (blending(gpu={"count": 2}, parallelism={"pipeline": 2}), "blend, or set parallelism.tensor"),
     (blending(gpu={"count": 2}, parallelism={"data": 2, "expert": True}), "these ranks step together"),

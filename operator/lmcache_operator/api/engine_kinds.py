@@ -87,6 +87,11 @@ SGLANG = EngineApi(
             lambda spec: is_off(spec.engine.blend),
         ),
         (
+            "!self.engine.hintsRoute",
+            "engine.hintsRoute needs engine.kind vLLM: leave it out",
+            lambda spec: not spec.engine.hints_route,
+        ),
+        (
             "!has(self.tenants) || !self.tenants.header",
             "tenants.header needs engine.kind vLLM: leave it out, and let the gateway set cache_salt instead",
             lambda spec: spec.tenants is None or not spec.tenants.header,

@@ -19,6 +19,11 @@ NO_LIMIT_PERCENT = 100
 _MAP_BY_NAME: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
 _PRIORITY: dict[str, Any] = {"default": 0, "minimum": -100, "maximum": 100}
 _PRIORITY_MEANING = "If the memory tier is full, rows of a lower priority are evicted first."
+_RETAINED: dict[str, Any] = {"minimum": 0, "maximum": 100}
+_RETAINED_MEANING = (
+    "Per cent of memoryPercent in which hints may retain rows that would be evicted otherwise. 0: hints "
+    "retain nothing. Default: "
+)
 _LOWER_TIER_MEANING = "Bytes of a pod's disk tier that one tenant may use, such as 100Gi. Default: no limit."
 # The sidecars' file has 0 for no limit.
 _LOWER_TIER_BOUNDS = "1", "1024Ti"
@@ -51,6 +56,7 @@ class DefaultTenant(Part):
         _LOWER_TIER_MEANING, **size_between("tenants.default.lowerTierBytes", *_LOWER_TIER_BOUNDS)
     )
     priority: int = field(_PRIORITY_MEANING, **_PRIORITY)
+    retain_percent: int | None = field(_RETAINED_MEANING + "that of tiers.memory.", **_RETAINED)
 
 
 # Sidecars count the salts without an entry by this name.
@@ -109,6 +115,7 @@ class TenantSpec(Part):
         _LOWER_TIER_MEANING, **size_between("tenants.named[].lowerTierBytes", *_LOWER_TIER_BOUNDS)
     )
     priority: int = field(_PRIORITY_MEANING, **_PRIORITY)
+    retain_percent: int | None = field(_RETAINED_MEANING + "that of tenants.default.", **_RETAINED)
 
 
 def _are_distinct(values: Sequence[object]) -> bool:

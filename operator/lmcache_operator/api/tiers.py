@@ -28,6 +28,21 @@ class MemoryTierSpec(Part):
         "autoscaling.memory.maxSize, or else to four times the size that they were created with.",
         **size_between("tiers.memory.size", "64Mi", "16Ti"),
     )
+    retain_percent: int = field(
+        "Per cent of the memory tier in which hints may retain rows that would be evicted otherwise. It "
+        "counts for requests without a cache_salt, and for tenants without a share of their own. 0: hints "
+        "retain nothing. A change replaces the pods, one at a time.",
+        default=25,
+        minimum=0,
+        maximum=100,
+    )
+    max_ttl_seconds: int = field(
+        "Longest time in seconds for which a hint retains rows. Hints that ask for more get this time. A "
+        "change replaces the pods, one at a time.",
+        default=3600,
+        minimum=1,
+        maximum=604_800,
+    )
 
     @property
     def num_bytes(self) -> int:

@@ -131,6 +131,12 @@ class EngineSpec(Part):
         "Reuse of the KV of documents at any position of a prompt, for requests that ask for it, or for all. "
         "Their answers are approximate. Needs vLLM. Default: all answers are exact."
     )
+    hints_route: bool = field(
+        "Whether vLLM serves POST /v1/lmcache/hints, which takes hints without a request. Hints with a "
+        "request need no route. Needs vLLM, and a sidecar image of the operator's version or later. A change "
+        "replaces the pods, one at a time.",
+        default=False,
+    )
     args: list[str] = field(
         "Additional arguments of the engine's server, such as `vllm serve`. Arguments that the cache depends "
         "on are refused.",

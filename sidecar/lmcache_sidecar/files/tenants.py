@@ -12,6 +12,7 @@
       memoryPercent: 30
       lowerTierBytes: 100Gi
       priority: -10
+      retainPercent: 0
 
 A tenant is named by the hash of its cache salt (``lmcache-sidecar salt-hash``), or by a file with the salt.
 
@@ -29,7 +30,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from lmcache_sidecar.config import ConfigError, read_text
+from lmcache_sidecar.config import PERCENT, ConfigError, read_text
 from lmcache_sidecar.files.watched_files import FollowedFile
 from lmcache_store import keys
 from lmcache_store.common import options
@@ -37,7 +38,7 @@ from lmcache_store.common.options import read_yaml
 from lmcache_store.common.recent import Recent
 from lmcache_store.common.units import parse_size
 from lmcache_store.tenant_names import DEFAULT_NAME, MAX_CHARACTERS, MAX_NAMED, is_name
-from lmcache_store.tiers.budgets import Budget, Budgets, SaltedBudgets
+from lmcache_store.tiers.budgets import NO_SALT, Budget, SaltedBudgets
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +60,10 @@ def _disk_bytes(text: str) -> int:
 
 _LIMITS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "memoryPercent": ("memory_percent", options.number(int, 1, 100, "a percentage from 1 to 100")),
-    "minMemoryPercent": ("min_memory_percent", options.number(int, 0, 100, "a percentage from 0 to 100")),
+    "minMemoryPercent": ("min_memory_percent", PERCENT),
     "lowerTierBytes": ("disk_bytes", _disk_bytes),
     "priority": ("priority", options.number(int, -100, 100, "a priority from -100 to 100")),
+    "retainPercent": ("retain_percent", PERCENT),
 }
 """Fields of Budget by their keys in the file, with the readers of their values."""
 
@@ -78,12 +80,14 @@ class _Salt(NamedTuple):
 class TenantsFile(FollowedFile):
     """The tenants file, and the budgets in use. An empty ``path`` means no file.
 
+    ``plain`` is the budget of requests without a salt. Tenants have its ``retain_percent`` by default.
     ``follow`` runs in a thread; all other methods belong to the event loop.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, plain: Budget = NO_SALT) -> None:
         super().__init__(path)
-        self.salted = SaltedBudgets()
+        self._plain = plain
+        self.salted = SaltedBudgets(plain, no_salt=plain)
         """Budgets of the text in use."""
         self._salts: dict[str, str | None] = {}  # salts by their files; None: the file is not readable
         self._last_salts: dict[str, str] = {}  # of the files that the text in use names
@@ -93,7 +97,7 @@ class TenantsFile(FollowedFile):
         self.digest = ""
         """SHA-256 of the text in use, in hexadecimal; empty: no text was valid so far. The text has hashes
         and files of salts, but no salts."""
-        self.budgets = Budgets()
+        self.budgets = self.salted.resolve(())
         """Budgets of the tenants in all known namespaces, since the last ``resolve``."""
 
     def follow(self) -> None:
@@ -112,7 +116,7 @@ class TenantsFile(FollowedFile):
     def use(self, text: str) -> None:
         """Use the budgets of this text. Raises ValueError, naming file and key."""
         self._salts, failed = {}, list[str]()
-        self.salted = _parse(self.path, text, self._salt_of, failed)
+        self.salted = _parse(self.path, text, self._plain, self._salt_of, failed)
         self.digest = hashlib.sha256(text.encode()).hexdigest()
         self._failed = failed
         self._last_salts = {path: salt for path, salt in self._last_salts.items() if path in self._salts}
@@ -174,11 +178,13 @@ def _without_newline(text: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _parse(path: str, text: str, salt_of: Callable[[str], _Salt], failed: list[str]) -> SaltedBudgets:
+def _parse(
+    path: str, text: str, plain: Budget, salt_of: Callable[[str], _Salt], failed: list[str]
+) -> SaltedBudgets:
     """Return the budgets of a file. Appends the problems of salts that cannot be used to ``failed``."""
     content = read_yaml(path, text)
     _refuse_unknown(path, content, ("default", "named"))
-    default = _budget(f"{path}: default", content.get("default") or {}, Budget())
+    default = _budget(f"{path}: default", content.get("default") or {}, plain)
     named = content.get("named") or []
     if not isinstance(named, list):
         raise ValueError(f"{path}: named: must be a list of up to {MAX_NAMED} tenants")
@@ -205,7 +211,7 @@ def _parse(path: str, text: str, salt_of: Callable[[str], _Salt], failed: list[s
             )
     if total > 100:
         raise ValueError(f"{path}: the sum of all minMemoryPercent is {total}: reduce it to at most 100")
-    return SaltedBudgets(default, budgets)
+    return SaltedBudgets(default, budgets, plain)
 
 
 def _tenant(
@@ -222,7 +228,7 @@ def _tenant(
             f" {DEFAULT_NAME!r}"
         )
     limits = {key: value for key, value in entry.items() if key not in identity}
-    base = Budget(name, default.memory_percent)
+    base = Budget(name, default.memory_percent, retain_percent=default.retain_percent)
     budget = _budget(f"{where} ({name})", limits, base)
     if (hashed is None) == (file is None):
         raise ValueError(f"{where} ({name}): set either saltHash or saltFile")

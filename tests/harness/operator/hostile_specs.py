@@ -37,7 +37,8 @@ _ADMITTED = {
         autoscaling.memory autoscaling.mode autoscaling.prices autoscaling.remote engine.kind
         engine.blend engine.parallelism images.policy router.policy sidecar.chunkTokens
         sidecar.transfer tenants.default tenants.named[].memoryPercent tenants.named[].minMemoryPercent
-        tenants.named[].name tenants.named[].priority tiers.admit
+        tenants.named[].name tenants.named[].priority tenants.named[].retainPercent tiers.admit
+        tiers.memory.maxTtlSeconds tiers.memory.retainPercent
         tiers.peers.bytesPerSecond tiers.remote.managed.access
     """,
     "narrows who reaches pods of this LMCacheCluster: without it, everybody does": "clients",
@@ -73,7 +74,7 @@ _ADMITTED = {
     "content of an image, as with engine.image": "model.volume.image",
     "the operator replaces it": "model.volume.name",
     "a Secret with a random token for the sidecar's own pages": "sidecar.httpAuthentication",
-    "code of this project in the engine": "tenants.header",
+    "code of this project in the engine": "engine.hintsRoute tenants.header",
     "a hash, from which no salt can be computed": "tenants.named[].saltHash",
     "a new volume: a ResourceQuota limits it": "tiers.disk.size",
     "the class of a new, empty volume": "tiers.disk.storageClassName",

@@ -120,6 +120,7 @@ def _obey_rules(spec: Object) -> None:
         sidecar = spec.get("sidecar") or {}
         sidecar.pop("chunkTokens", None)
         sidecar.pop("transfer", None)
+        engine.pop("hintsRoute", None)
     if "replicas" in engine:
         engine["replicas"] %= 2
     peers = tiers.get("peers") or {}

@@ -46,6 +46,7 @@ FULL: dict[str, Any] = {
     },
     "sidecar": {"image": "registry.example/sidecar:1", "chunkTokens": 512},
     "tiers": {
+        "memory": {"size": "1Gi", "retainPercent": 40, "maxTtlSeconds": 86_400},
         "disk": {"size": "500Gi", "storageClassName": "local-nvme"},
         "remote": {"external": {"url": URL, "authSecretRef": AUTH}}, "admit": "OnReuse",
     },
@@ -61,9 +62,10 @@ NODES = {
 PARTS = {"nodes": 2, "gpu": {"count": 8}, "parallelism": {"tensor": 8, "pipeline": 2}}
 TENANTS = [
     {"name": "search", "saltSecretRef": {"name": "search-salt"}, "minMemoryPercent": 20},
-    {"name": "batch", "saltHash": "0" * 64, "lowerTierBytes": "100Gi", "priority": -100},
+    {"name": "batch", "saltHash": "0" * 64, "lowerTierBytes": "100Gi", "priority": -100, "retainPercent": 0},
     {"name": "chat", "saltSecretRef": {"name": "keys", "key": "chat"}},
 ]
+DEFAULT = {"memoryPercent": 30, "retainPercent": 10}
 BLEND = {"mode": "Request", "selection": "Deviation", "ratioPercent": 7, "separator": "$(A)$$\n"}
 CASES = {
     "minimal": {},
@@ -74,7 +76,7 @@ CASES = {
     "sglang": {"engine": {"kind": "SGLang"}},
     "blend": {"engine": {"blend": BLEND}},
     "encrypted": {"tiers": ENCRYPTED_TIERS},
-    "tenants": {"tenants": {"header": True, "default": {"memoryPercent": 30}, "named": TENANTS}},
+    "tenants": {"tenants": {"header": True, "default": DEFAULT, "named": TENANTS}},
 }
 
 
@@ -144,6 +146,7 @@ def test_sidecar_accepts_its_rendered_configuration(tmp_path: Path) -> None:
     assert (loaded.arena_path, loaded.http_port) == ("/var/lib/lmcache/arena", 9464)
     assert (loaded.memory_size, loaded.disk_path) == (2**30, "/var/lib/lmcache-disk")
     assert (loaded.admit, reading.warnings) == ("OnReuse", ())
+    assert (loaded.memory_retain_percent, loaded.memory_max_ttl_seconds) == (40, 86_400)
 
 
 def test_merge_keeps_ports_by_protocol_and_the_last_duplicate_variable() -> None:

@@ -49,6 +49,8 @@ ENCRYPTED = {"tiers": {"remote": KEYS}}
         ),
         (sidecar_env(REMOTE_KEYS) | ENCRYPTED, f"sets {REMOTE_KEYS} of the container sidecar: it is set by"),
         (sidecar_env(TOKENS) | TOKEN, f"sets {TOKENS} of the container sidecar"),
+        (sidecar_env("LMCACHE_MEMORY_RETAIN_PERCENT"), "it is set by spec.tiers.memory.retainPercent"),
+        (sidecar_env("LMCACHE_MEMORY_MAX_TTL_SECONDS"), "it is set by spec.tiers.memory.maxTtlSeconds"),
         (sidecar_env("LMCACHE_ADMIT"), "sets LMCACHE_ADMIT of the container sidecar: it is set"),
         (sidecar_env("LMCACHE_SOCKET"), "so that engine, sidecar and operator find each other"),
         (sidecar_env("LMCACHE_DISK_SIZE"), "it is set by spec.tiers.disk"),

@@ -10,6 +10,7 @@ from lmcache_operator.api.parse import parse, written
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.kinds import Ref
+from lmcache_operator.specs.merge import merge
 from lmcache_sidecar.files.tenants import MAX_DISK_BYTES
 from lmcache_store.tenant_names import DEFAULT_NAME
 from tests.harness.operator.components import GOOD, ReconciledCluster
@@ -50,6 +51,8 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     (named(hashed("a", name="Search")), f"{NAMED}[0].name", "does not match"),
     (named(hashed("a", name=DEFAULT_NAME)), f"{NAMED}[0].name", "use tenants.default"),
     (named(hashed("a", memoryPercent=0)), f"{NAMED}[0].memoryPercent", "at least 1"),
+    (named(hashed("a", retainPercent=101)), f"{NAMED}[0].retainPercent", "at most 100"),
+    (named(default={"retainPercent": -1}), f"{DEFAULT}.retainPercent", "at least 0"),
     (named(hashed("a", priority=101)), f"{NAMED}[0].priority", "at most 100"),
     (named(hashed("a", priority=-101)), f"{NAMED}[0].priority", "at least -100"),
     (named(hashed("a", lowerTierBytes="1GB")), f"{NAMED}[0].lowerTierBytes", "such as 64Gi"),
@@ -102,11 +105,19 @@ def test_engines_behind_a_router_refuse_requests_whose_header_it_drops() -> None
     assert middleware == [HEADER.replace("TenantHeader", "RoutedTenantHeader")]
 
 
-def test_server_that_ignores_the_header_is_refused() -> None:
+def test_tenants_are_set_before_hints_are_read() -> None:
+    """vLLM passes a request to the last middleware first."""
+    args = pod_of(**named(header=True) | {"engine": {"hintsRoute": True}})["containers"][0]["args"]
+    middlewares = [arg for arg in args if arg.startswith("--middleware")]
+    assert middlewares == ["--middleware=lmcache_client.vllm.hints_route.HintsRoute", HEADER]
+
+
+def test_server_that_ignores_middlewares_is_refused() -> None:
     rust = {"engine": {"env": [NO_RUST_SERVER | {"value": "1"}]}}
     assert rust["engine"]["env"][0] in pod_of(**named(header=False), **rust)["containers"][0]["env"]
-    with pytest.raises(InvalidSpecError, match=r"VLLM_USE_RUST_FRONTEND.*, which the cache depends on"):
-        pod_of(**named(header=True), **rust)
+    for changes in (named(header=True), {"engine": {"hintsRoute": True}}):
+        with pytest.raises(InvalidSpecError, match=r"VLLM_USE_RUST_FRONTEND.*, which the cache depends on"):
+            pod_of(**merge(rust, changes))
 
 
 def test_tenants_refuse_events_that_publish_their_salts() -> None:

@@ -14,7 +14,7 @@ from lmcache_sidecar.pages.stats import document
 from lmcache_sidecar.pages.tenant_stats import tenants_part
 from lmcache_store import keys
 from lmcache_store.tenant_names import MAX_NAMED
-from lmcache_store.tiers.budgets import Budget, short_tenant
+from lmcache_store.tiers.budgets import NO_SALT, Budget, short_tenant
 from lmcache_store.tiers.stats import MemoryStats
 
 NAMESPACE = b"n" * 32
@@ -35,9 +35,9 @@ def named(*entries: str) -> str:
 class Bench:
     """A tenants file of one namespace."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, plain: Budget = NO_SALT) -> None:
         self.path, self.salt_path = folder / "tenants.yaml", folder / "salt"
-        self.file = TenantsFile(str(self.path))
+        self.file = TenantsFile(str(self.path), plain)
         self.file.add_namespace(NAMESPACE)
 
     def follow(self, text: str | None = None) -> str:
@@ -96,6 +96,24 @@ def test_without_a_file_tenants_have_no_bounds():
     assert facts["tenants_digest"] is None
 
 
+def test_share_of_hints_is_that_of_the_tier_unless_the_file_sets_one(tmp_path: Path):
+    bench = Bench(tmp_path, Budget(retain_percent=40))
+    bench.follow(f"named: [{{name: search, saltHash: {keys.salt_hash('s').hex()}}}]")
+    assert {bench.budget(salt).retain_percent for salt in ("s", "unknown")} == {40}
+    listed = f"named: [{{name: search, saltHash: {keys.salt_hash('s').hex()}, retainPercent: 100}}]"
+    assert bench.follow(f"default: {{retainPercent: 0}}\n{listed}") == ""
+    assert (bench.budget("s").retain_percent, bench.budget("unknown").retain_percent) == (100, 0)
+    assert bench.file.budgets.of(b"").retain_percent == 40, "requests without a salt have no entry"
+    assert not bench.file.budgets.has_limits
+    bench.follow("default: {retainPercent: 7}\n" + listed.replace(", retainPercent: 100", ""))
+    assert bench.budget("s").retain_percent == 7
+
+
+def test_share_of_hints_needs_no_file():
+    budgets = TenantsFile("", Budget(retain_percent=0)).budgets
+    assert [budgets.of(tenant).retain_percent for tenant in (b"", b"any")] == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("text", "mistake"),
     [
@@ -106,6 +124,7 @@ def test_without_a_file_tenants_have_no_bounds():
          "default: key 'memorypercent' is unknown; did you mean 'memoryPercent'?"),
         ("default: {memoryPercent: 0}", "default: memoryPercent: '0' is not a percentage from 1 to 100"),
         ("default: {priority: 101}", "default: priority: '101' is not a priority from -100 to 100"),
+        ("default: {retainPercent: 101}", "default: retainPercent: '101' is not a percentage from 0 to 100"),
         ("default: {priority: [1]}", "default: priority: '' is not a priority"),
         ("default: {lowerTierBytes: 1025Ti}", "default: lowerTierBytes: must be at most 1024Ti"),
         # Metrics cannot show 400 digits.

@@ -327,6 +327,8 @@ def _sidecar_yaml(cluster: Cluster) -> str:
         config["transfer"] = transfer
     if (admit := cluster.spec.tiers.admit) != "All":
         config["admit"] = admit
+    of_memory = declared(cluster.memory).items()
+    config |= {f"memory_{name}": value for name, value in of_memory if name != "size"}
     return str(yaml.safe_dump(config | merged(lambda each: each.config(cluster)), sort_keys=True))
 
 

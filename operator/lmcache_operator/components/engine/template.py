@@ -34,6 +34,8 @@ _RESERVED: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             ("LMCACHE_MEMORY_SIZE", "LMCACHE_MEMORY_MAX_SIZE"), _SET_BY.format("tiers.memory.size")
         ),
+        "LMCACHE_MEMORY_RETAIN_PERCENT": _SET_BY.format("tiers.memory.retainPercent"),
+        "LMCACHE_MEMORY_MAX_TTL_SECONDS": _SET_BY.format("tiers.memory.maxTtlSeconds"),
         "LMCACHE_ADMIT": _SET_BY.format("tiers.admit"),
         "LMCACHE_TRANSFER": _SET_BY.format("sidecar.transfer"),
         "LMCACHE_STAY_UP": "a sidecar that exits makes its pod unready",

@@ -189,6 +189,8 @@ def _budget(tenant: DefaultTenant | TenantSpec, min_percent: int) -> Object:
         "minMemoryPercent": min_percent,
         "lowerTierBytes": bytes_of(tenant.lower_tier_bytes),
         "priority": tenant.priority,
+        # Earlier sidecars refuse a file with this key.
+        **({} if tenant.retain_percent is None else {"retainPercent": tenant.retain_percent}),
     }
 
 

@@ -29,6 +29,8 @@ _EVENTS_CONFIG = json.dumps(
 )
 DISCOVERY = "--middleware=lmcache_client.vllm.router_discovery.RouterDiscovery"
 """Middleware that answers the router's questions about KV events, and lets vLLM tokenize prompts for it."""
+_HINTS_ROUTE = "--middleware=lmcache_client.vllm.hints_route.HintsRoute"
+"""Middleware that takes hints without a request. It reads the socket's path in LMCACHE_SOCKET."""
 _TENANT_HEADER = "lmcache_client.vllm.tenant_header.TenantHeader"
 """Middleware that makes the gateway's header X-LMCache-Tenant the salt of a request."""
 _ROUTED_TENANT_HEADER = "lmcache_client.vllm.tenant_header.RoutedTenantHeader"
@@ -162,14 +164,18 @@ class VLLM(base.EngineKind):
             rendered.append(f"{_EVENTS}={_EVENTS_CONFIG}")
         if cluster.events_reader or cluster.tokenizes_for_router:
             rendered.append(DISCOVERY)
+        if cluster.engine.hints_route:
+            rendered.append(_HINTS_ROUTE)
         if _has_tenant_header(cluster):
+            # The last middleware is the first to get a request.
             is_routed = cluster.spec.router is not None
             rendered.append(f"--middleware={_ROUTED_TENANT_HEADER if is_routed else _TENANT_HEADER}")
         return [model.name, *sorted(rendered, key=base.option_name), *user_args]
 
     def variables_of(self, cluster: Cluster) -> dict[str, str]:
-        """See EngineKind. The server in Rust would ignore the middleware that sets salts."""
-        return {**self.variables, **({"VLLM_USE_RUST_FRONTEND": "0"} if _has_tenant_header(cluster) else {})}
+        """See EngineKind. The server in Rust would ignore the middlewares that users ask for."""
+        needs_python = _has_tenant_header(cluster) or cluster.engine.hints_route
+        return {**self.variables, **({"VLLM_USE_RUST_FRONTEND": "0"} if needs_python else {})}
 
     def read_pages(self, bodies: Sequence[bytes]) -> dict[str, Any]:
         """The version, and the labels of vLLM's metric about its cache."""
