@@ -12,7 +12,7 @@ from lmcache_sidecar.copiers.jobs import CopyStats
 from lmcache_sidecar.explain.benefit_stats import BenefitStats
 from lmcache_sidecar.explain.causes import CauseStats
 from lmcache_sidecar.explain.request_times import RequestHistograms
-from lmcache_sidecar.pages import metrics, stats, tenant_stats
+from lmcache_sidecar.pages import hints, metrics, stats, tenant_stats
 from lmcache_sidecar.pages.stats import Figure, declared
 from lmcache_sidecar.peer_server.service import PeerServerStats
 from lmcache_sidecar.samples import LookupStats
@@ -76,6 +76,7 @@ PARTS = (
         (stats.TARGET, *stats.ARENA, *stats.MEMORY, *stats.MEMORY_COUNTS),
     ),
     DocumentedPart("`tenants`: the tenants of the tenants file", "lmcache_tenant_", tenant_stats.TENANTS),
+    DocumentedPart("`hints`: what hints retain, and what became of them", "lmcache_hint_", hints.FIGURES),
     DocumentedPart(
         "`disk`, `peers`, `remote`: the lower tiers, distinguished by the label `tier`",
         "lmcache_tier_",
@@ -105,7 +106,8 @@ def render() -> str:
     for part in PARTS:
         lines += [f"## {part.title}", "| in `/stats` | in `/metrics` | meaning |", "|---|---|---|"]
         for figure in part.figures:
-            label = f" by `{figure.label}`" if figure.label else ""
+            names = " and ".join(f"`{name}`" for name in figure.label.split())
+            label = f" by {names}" if names else ""
             lines.append(f"| `{figure.name}` | `{part.prefix}{figure.metric}`{label} | {figure.about} |")
         lines.append("")
     lines += [_HISTOGRAMS, "| in `/metrics` | meaning |", "|---|---|"]

@@ -1,4 +1,4 @@
-"""The command line: ``lmcache-sidecar serve | explain | top | salt-hash``."""
+"""The command line: ``lmcache-sidecar serve | explain | hints | top | salt-hash``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import NoReturn
 import lmcache_store
 from lmcache_sidecar import config as configuration
 from lmcache_sidecar.commands import explain as explain
+from lmcache_sidecar.commands import hints
 from lmcache_sidecar.config import ConfigError, ConfigReading
 from lmcache_sidecar.files.tenants import print_salt_hash
 from lmcache_store.common.logs import FloodFilter, set_up
@@ -53,6 +54,7 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
     parser.passes_unknown = serve.passes_unknown = True  # `_read` decides
     configuration.add_arguments(serve)
     explain.add_arguments(commands)
+    hints.add_arguments(commands)
     live = commands.add_parser("top", help="show what the sidecar does at present")
     salt = commands.add_parser("salt-hash", help="print the saltHash of a cache salt")
     describe(salt, _SALT, "", "< salt.txt")
@@ -85,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     try:
         words = sys.argv[1:] if arguments is None else [*arguments]
-        if words[:1] in (["explain"], ["top"]):
+        if words[:1] in (["explain"], ["hints"], ["top"]):
             parsed = _parser(words[0]).parse_args(words)
             return int(parsed.run(parsed))
         if words[:1] == ["salt-hash"]:

@@ -215,6 +215,7 @@ class Daemon:
             "/stats": self._stats_page,
             "/samples": self._page(lambda sidecar, query: sidecar.sessions.samples.answer(query)),
             "/requests": self._page(Sidecar.requests),
+            "/hints": self._page(Sidecar.hints),
             "/healthz": self._healthz_page,
             "/readyz": self._readyz_page,
         }

@@ -21,7 +21,7 @@ from lmcache_sidecar.files.tenants import TenantsFile
 from lmcache_sidecar.files.watched_files import SizeFile
 from lmcache_sidecar.lower_tiers import open_tiers
 from lmcache_sidecar.marks_exchange import MarksExchange
-from lmcache_sidecar.pages import stats
+from lmcache_sidecar.pages import hints, stats
 from lmcache_sidecar.pages.stats import StatsPart
 from lmcache_sidecar.pages.tenant_stats import tenants_part
 from lmcache_sidecar.peer_server.rows import TIER_NAME
@@ -30,6 +30,7 @@ from lmcache_sidecar.peer_server.service import PeerServerStats
 from lmcache_sidecar.resizing import Resizer
 from lmcache_sidecar.server import Server, claim_socket
 from lmcache_sidecar.sessions import Sessions
+from lmcache_store.tiers.budgets import Budget
 from lmcache_store.tiers.errors import ArenaError
 from lmcache_store.tiers.memory.arena import ArenaFile
 from lmcache_store.tiers.memory.capacity import volume_bytes
@@ -64,7 +65,8 @@ class Sidecar:
         largest = min(config.memory_capacity, max(config.memory_size, volume_bytes(Path(config.arena_path))))
         self._size = SizeFile(config.memory_size_file, config.memory_size, largest)
         self._size.follow()
-        self._tenants = TenantsFile(config.tenants_file)
+        plain = Budget(retain_percent=config.memory_retain_percent)
+        self._tenants = TenantsFile(config.tenants_file, plain)
         self._tenants.follow()
         with ExitStack() as opened:
             self._arena = _open_arena(config, self._size.num_bytes)
@@ -76,7 +78,12 @@ class Sidecar:
         self._history = ChunkHistory()
         self._copier = SidecarCopier(Mode(config.transfer), self._arena)
         self.sessions = Sessions(
-            self._arena, config.arena_path, Clients(locks), self._copier, self._make_store
+            self._arena,
+            config.arena_path,
+            Clients(locks),
+            self._copier,
+            self._make_store,
+            config.memory_max_ttl_seconds,
         )
         """Sessions of the engines, with samples of their lookups and the causes of computed tokens."""
         self.sessions.on_namespace = self._note_namespace
@@ -158,12 +165,17 @@ class Sidecar:
         causes.settle()
         return page_of(reversed(causes.requests), query)
 
+    async def hints(self, query: str) -> bytes:
+        """Return the page of hints in effect. Raises ValueError for a query."""
+        return hints.page_of(self.sessions.hints.retained(), query)
+
     def stats(self) -> list[StatsPart]:
         """Statistics of all components of this sidecar."""
         parts = stats.collect(self.sessions, self._handles, self._memory_stats, self._resizer)
         memory = self.sessions.store.memory if self.sessions.store is not None else None
         causes, disk = self.sessions.causes.by_tenant, self._tiers.get("disk")
         parts.append(tenants_part(self._tenants, self._memory_stats, causes, memory, disk))
+        parts.append(hints.hints_part(self.sessions.hints))
         if (server := self._peer_server) is not None:
             figures = stats.read(stats.declared(PeerServerStats), server.service.stats)
             parts.append(StatsPart("peer_server", {}, figures, "lmcache_peer_server"))

@@ -25,7 +25,7 @@ def test_operator_reads_a_sidecar_that_refuses_clients_without_a_token(app):
     pod = app.ready_pod()
     assert app.wait_condition("SidecarAttached")["reason"] == "Attached"
     assert app.wait_condition("TokensRequired")["reason"] == "Required"
-    for path in ("/metrics", "/stats", "/samples", "/requests"):
+    for path in ("/metrics", "/stats", "/samples", "/requests", "/hints"):
         with pytest.raises(HTTPError) as refused:
             pod.get(SIDECAR_PORT, path)
         assert refused.value.code == 401

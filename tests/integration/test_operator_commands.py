@@ -94,7 +94,7 @@ def test_top_counts_all_pods(lmcache):
         (["explain", "--request-id", "x"], "no pod knows a request with 'x' in its id"),
         *(
             ([command, "nobody"], "there is no LMCacheCluster nobody in namespace commands: ")
-            for command in ("status", "explain", "top", "curve", "report", "doctor")
+            for command in ("status", "explain", "hints", "top", "curve", "report", "doctor")
         ),
     ],
     ids=str,

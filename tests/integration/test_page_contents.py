@@ -18,7 +18,7 @@ pytestmark = pytest.mark.vllm
 
 SETTINGS = SimSettings(num_blocks=256)
 SALTS = ("salt-of-search-7f3a", "salt-without-a-name-91c2")
-PAGES = ("/metrics", "/stats", "/samples", "/requests", "/healthz", "/readyz")
+PAGES = ("/metrics", "/stats", "/samples", "/requests", "/hints", "/healthz", "/readyz")
 TOKENS = random.Random("tokens").sample(range(10**8, 2 * 10**8), 4 * CHUNK + 7)
 """Tokens of nine digits, so that no other number of a page equals one by chance."""
 

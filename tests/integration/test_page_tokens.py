@@ -17,7 +17,7 @@ from testing.kube.cluster import Cluster
 from testing.processes import SidecarProcess
 from testing.prometheus import PrometheusProcess
 
-DATA_PAGES = ("/metrics", "/stats", "/samples", "/requests")
+DATA_PAGES = ("/metrics", "/stats", "/samples", "/requests", "/hints")
 TOKEN, OTHER = "token-of-the-secret-0001", "token-of-the-secret-0002"
 
 
@@ -45,8 +45,8 @@ def test_no_page_is_shown_to_a_web_page(tmp_path: Path) -> None:
     pages = (*DATA_PAGES, "/healthz", "/readyz")
     with SidecarProcess(http_host="0.0.0.0", http_tokens_dir=tmp_path) as sidecar:
         local = {"host": "127.0.0.1"}
-        assert [status_of(sidecar, path, **local) for path in pages] == [200] * 6
-        assert [status_of(sidecar, path, **local, name="evil.example") for path in pages] == [421] * 6
+        assert [status_of(sidecar, path, **local) for path in pages] == [200] * 7
+        assert [status_of(sidecar, path, **local, name="evil.example") for path in pages] == [421] * 7
 
 
 def test_pages_are_shown_to_clients_with_the_token_only(tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ def test_pages_are_shown_to_clients_with_the_token_only(tmp_path: Path) -> None:
         (tmp_path / "tokens").mkdir()
         write(tmp_path / "tokens", TOKEN)
         wait_until(lambda: status_of(sidecar, "/metrics", TOKEN) == 200)
-        assert [status_of(sidecar, path, TOKEN) for path in DATA_PAGES] == [200] * 4
-        assert [status_of(sidecar, path) for path in DATA_PAGES] == [401] * 4
+        assert [status_of(sidecar, path, TOKEN) for path in DATA_PAGES] == [200] * 5
+        assert [status_of(sidecar, path) for path in DATA_PAGES] == [401] * 5
         assert [status_of(sidecar, path) for path in ("/healthz", "/readyz")] == [200, 200]
         assert status_of(sidecar, "/metrics", OTHER) == 401
         assert status_of(sidecar, "/stats", host="127.0.0.1") == 200  # as through kubectl port-forward

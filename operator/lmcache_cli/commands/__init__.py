@@ -13,6 +13,7 @@ COMMANDS: Mapping[str, str] = {
     "status": "show pods, tiers, conditions and advice of a cluster",
     "top": "show what the pods of clusters do at present",
     "explain": "show why prompts were computed",
+    "hints": "show the hints that retain KV in the pods of clusters",
     "report": "write a zip file for a bug report: objects, Events, figures and logs",
     "doctor": "check an installation and its clusters, and say how to repair them",
     "curve": "show the hit ratio and value of each size of a cluster's cache tier",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
@@ -11,12 +11,12 @@ from lmcache_cli.commands import connection, printing
 from lmcache_cli.commands.gather import (
     POD_SECONDS,
     Gathered,
-    PodFigures,
     gather,
     gather_of,
     missing_rights,
     objects_in,
     pods_of,
+    problems_of,
     read_each,
     read_page,
 )
@@ -24,7 +24,6 @@ from lmcache_cli.commands.printing import print_problems
 from lmcache_cli.commands.savings import document, has_gpus, price_of_token, saved_by
 from lmcache_operator.errors import NotFoundError
 from lmcache_operator.kube.pod_http import PodHttp
-from lmcache_store.common.text import plain
 from lmcache_store.explain import merge, tables, tenants
 from lmcache_store.explain.findings import findings
 
@@ -134,12 +133,6 @@ def _print_tenant(gathered: Gathered, arguments: argparse.Namespace) -> None:
     }
     lines = tenants.lines(gathered.stats, name, price)
     print(printing.answer(arguments.output, lines, content), end="")
-
-
-def problems_of(pods: Sequence[PodFigures], problems: Iterable[str]) -> list[str]:
-    """Return the problems of all pods together, and a line for each pod that did not answer."""
-    silent = [f"{pod.name}: {plain(pod.problem)}" for pod in pods if pod.problem]
-    return [*problems, *silent]
 
 
 async def _explain_request(connected: connection.ApiConnection, arguments: argparse.Namespace) -> int:

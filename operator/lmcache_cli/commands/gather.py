@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -189,6 +189,12 @@ def late_pods(figures: Sequence[PodFigures]) -> list[str]:
         f"All figures lack {number} of {len(figures)} sidecars: the time for all pods was over. "
         "Run the command again, or closer to the API server."
     ]
+
+
+def problems_of(pods: Sequence[PodFigures], problems: Iterable[str]) -> list[str]:
+    """Return the problems of all pods together, and a line for each pod that did not answer."""
+    silent = [f"{pod.name}: {plain(pod.problem)}" for pod in pods if pod.problem]
+    return [*problems, *silent]
 
 
 def natural_order(pod: Object) -> tuple[str, int]:

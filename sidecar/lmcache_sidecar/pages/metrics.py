@@ -65,7 +65,8 @@ def _families(parts: Iterable[StatsPart]) -> Iterable[Metric]:
                 kind = CounterMetricFamily if figure.is_counter else GaugeMetricFamily
                 families[name] = kind(name, figure.about, labels=[*part.labels, *figure.label.split()])
             for key, number in value.items() if figure.label else [("", value)]:
-                families[name].add_metric([*part.labels.values(), *([key] if figure.label else [])], number)
+                values = key.split(" ", figure.label.count(" ")) if figure.label else []
+                families[name].add_metric([*part.labels.values(), *values], number)
     return families.values()
 
 

@@ -48,7 +48,10 @@ _MAX_MODELS = 8
 
 @dataclass(frozen=True)
 class Figure(Generic[T]):
-    """Declaration of a number, or of one number per value of ``label``."""
+    """Declaration of a number, or of one number per value of ``label``.
+
+    Several labels have blanks between them, and so have their values.
+    """
 
     name: str
     about: str

@@ -47,7 +47,7 @@ def lead_to(kubeconfig: Path, server: str) -> None:
 @pytest.mark.parametrize(
     "name", ["", "a/b", "demo/status", "demo?watch=1", "../x", "a b", "Ä", "-", "x" * 254]
 )
-@pytest.mark.parametrize("command", ["status", "top", "explain", "report", "doctor", "curve"])
+@pytest.mark.parametrize("command", ["status", "top", "explain", "hints", "report", "doctor", "curve"])
 def test_names_cannot_be_paths_of_the_api_server(kubeconfig, capsys, command: str, name: str) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([command, "--", name])
