@@ -16,6 +16,7 @@ NAMES = {
     "transfer": "copies of 256 MiB of KV between blocks and arena, compared with memcpy of the same pieces",
     "rpc": "lookup of 128 keys in the shared index and by a call to the sidecar; idle and under load",
     "tiers": "memory tier without copies: time and memory per chunk, payload as a share of the arena",
+    "hints": "hits of agents' prompts with truthful and with wrong hints, compared with an LRU",
     "sizing": "autoscaling in a loop with exact tiers, on generated days: cost, changes, surprises",
     "autoscale": "a real operator sizes real sidecars while they serve a trace: cost, changes, predictions",
     "parts": "engines of one and of two parts on traces: hits, waits, failed loads, bytes of relays",
